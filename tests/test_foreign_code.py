@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from mmrl.files import CONFIGS
 from mmrl.rewards.reward_loading import load_function
 from mmrl.trust import ALLOW, check_foreign, is_known, named_code, remember, restricted
 from robotics.policies.lerobot.lerobot_server import ServedActionPolicy
+from robotics.sim.suites import metaworld
 from tests.programs import Program
 
 FOREIGN = """
@@ -23,6 +25,7 @@ model: {path: nowhere, build: "os:system"}
 data: {path: "touch it-ran", build: "evil.py:make"}
 rewards: [{name: exact}, {name: "my rewards.py:f"}]
 """
+OWN_FILE = f"{CONFIGS.parent / 'mmrl/files.py'}:os.remove"
 NAMED = ["os:system", "evil.py:make", "my rewards.py:f"]
 
 
@@ -103,7 +106,7 @@ def content_names(content):
     return named_code(content).keys()
 
 
-@pytest.mark.parametrize("name", ["os:system", "mmrl.files:os.remove", "tests.programs:Program", "mmrl/files.py:os"])
+@pytest.mark.parametrize("name", ["os:system", "mmrl.files:os.remove", "tests.programs:Program", OWN_FILE])
 def test_nothing_else_is_loaded_while_a_file_from_elsewhere_is_used(name):
     load_function("os:getcwd")
     with restricted(["os:getpid"]):
@@ -112,6 +115,18 @@ def test_nothing_else_is_loaded_while_a_file_from_elsewhere_is_used(name):
         with pytest.raises(UserError, match=f"thing: {name} is code outside the suite.*add --allow {name}"):
             load_function(name, what="thing")
     load_function("os:getcwd")
+
+
+def test_factories_of_simulators_are_the_suites_own_files_wherever_it_is_installed(tmp_path):
+    """Their workers load them by path, since they run in a Python without this package."""
+    inside = Path(metaworld.__file__)
+    (tmp_path / "metaworld.py").write_text("def make(): ...")
+    outside = os.path.relpath(tmp_path / "metaworld.py", inside.parent)
+    with restricted([]):
+        assert load_function(f"{inside}:make", what="factory")(["push"]).tasks().keys() == {"push"}
+        for place in (tmp_path / "metaworld.py", inside.parent / outside):
+            with pytest.raises(UserError, match="is code outside the suite"):
+                load_function(f"{place}:make", what="factory")
 
 
 def test_started_processes_are_held_to_it_too():

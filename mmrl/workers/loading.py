@@ -31,6 +31,8 @@ class LoadError(Exception):
 
 
 SUITE = ("mmrl", "diffusion", "robotics")
+ROOT = Path(__file__).resolve().parents[2]
+"""Folder of the suite's packages. Simulators with a Python of their own load their factories by path."""
 RESTRICTED = "MMRL_RESTRICTED"
 """Environment variable of a process that uses a file from elsewhere, and of those that it starts: a JSON list of the
 functions outside the suite that may be loaded. See `mmrl.trust`."""
@@ -88,11 +90,22 @@ def check_allowed(spec: str, what: str, home: str | None = None) -> None:
     listed = os.environ.get(RESTRICTED)
     if listed is None or spec in ("gymnasium:make", *json.loads(listed)):
         return
-    place = spec.rpartition(":")[0] if home is None else home  # a module of the suite imports functions of others
-    if place.endswith(".py") or place.partition(".")[0] not in SUITE:
+    place = spec.rpartition(":")[0]
+    file = Path(place).expanduser().resolve()
+    own_file = place.endswith(".py") and any(ROOT / name in file.parents for name in SUITE)
+    if home is None:
+        known = own_file or (not place.endswith(".py") and place.partition(".")[0] in SUITE)
+    else:  # a module of the suite imports functions of others
+        known = home.partition(".")[0] in SUITE or (own_file and home == _module_name(file))
+    if not known:
         raise LoadError(
             f"{what}: {spec} is code outside the suite, which a file from elsewhere may not load; add --allow {spec}"
         )
+
+
+def _module_name(file: Path) -> str:
+    """A unique name, so that two files called rewards.py do not hide each other or an installed module."""
+    return f"mmrl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
 
 
 def check_arguments(place: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
@@ -126,8 +139,7 @@ def _load_file(place: str, what: str) -> ModuleType:
         folder = file.parent
         found = sorted(entry.name for entry in folder.glob("*.py")) if folder.is_dir() else []
         raise LoadError(f"{what}: no such file {file}; Python files there: {', '.join(found) or 'none'}")
-    # A unique name, so that two files called rewards.py do not hide each other or an installed module.
-    name = f"mmrl_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
+    name = _module_name(file)
     # Imported once, as modules are; a second import would make a second class of everything.
     if name in sys.modules:
         return sys.modules[name]

@@ -409,6 +409,44 @@ def test_metaworld_has_fifty_tasks_and_refuses_others():
         metaworld.make(horizon=501)
 
 
+class FakeScene:
+    """What a row asks of a Meta-World scene."""
+
+    class mujoco_renderer:  # noqa: N801
+        viewer = None
+
+    def __init__(self, closed, task):
+        self.closed, self.task = closed, task
+
+    def seed(self, seed):
+        self.seeded = seed
+
+    def reset(self):
+        return np.full(metaworld.STATE_SIZE, self.seeded), {}
+
+    def close(self):
+        self.closed.append(self.task)
+
+
+def test_metaworld_keeps_the_scenes_of_its_last_tasks(monkeypatch):
+    loaded, closed = [], []
+
+    def load(task):
+        loaded.append(task)
+        return FakeScene(closed, task), None
+
+    row = metaworld.make()
+    monkeypatch.setattr(row, "_load", load)
+    for task in ("reach", "push", "reach", "soccer", "hammer", "reach"):
+        row.reset(task, 0, "train", len(loaded))
+        assert row.state()[0] == row._env.seeded
+    assert (loaded, closed) == (["reach", "push", "soccer", "hammer"], [])
+    row.reset("assembly", 0, "train", 1)
+    assert closed == ["push"]
+    row.close()
+    assert sorted(closed) == ["assembly", "hammer", "push", "reach", "soccer"]
+
+
 def installed(name: str) -> None:
     """Skip if the suite is not installed."""
     try:
@@ -432,6 +470,19 @@ def test_metaworlds_expert_solves_a_task_and_repeats_it_bit_for_bit():
             assert chunk.success[0]
             runs.append(np.concatenate(states))
     np.testing.assert_array_equal(*runs)
+
+
+def test_metaworld_draws_a_scene_as_if_it_were_the_only_one():
+    installed("metaworld")
+    # one more than a worker keeps, so that the first is built anew
+    tasks = ["reach", "drawer-open", "door-open", "button-press", "push"]
+    seen = {}
+    with suite_setup.open_suite("metaworld", {"tasks": tasks, "size": 32}, workers=1) as pool:
+        for task in (*tasks, *tasks):
+            images = [pool.reset([EpisodeSpec(task, "", 2)]).observation.images]
+            images.append(pool.step_chunk(np.full((1, 5, 4), 0.5)).observation.images)
+            np.testing.assert_array_equal(np.concatenate(images), seen.setdefault(task, np.concatenate(images)))
+    assert len({images.tobytes() for images in seen.values()}) == len(tasks)
 
 
 def test_libero_repeats_an_episode_bit_for_bit_whatever_came_before():

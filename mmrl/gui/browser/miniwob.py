@@ -113,7 +113,7 @@ class MiniWobSettings(PageEnvSettings):
         if not self.tasks:
             raise UserError("tasks is empty; name pages of MiniWoB++, or leave it out")
         for name in self.tasks:
-            _page_file(name)
+            page_file(name)
 
 
 class MiniWobEnv(PageEnv):
@@ -140,13 +140,13 @@ class MiniWobEnv(PageEnv):
             raise UserError(f"a task has the entries {', '.join(TASK_FIELDS)}, not {unknown[0]!r}")
         # by the seed of the episode: a reset without a name is repeatable too
         name = options.get("name") or Random(f"task/{seed}").choice(self.settings.tasks)
-        _page_file(name)
+        page_file(name)
         # a seed in the options wins over the episode's
         return {"seed": seed, **options, "name": name}
 
     def _begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
         # A fresh document: what an agent did to the last one (scroll, selection, open dialogs) would stay otherwise.
-        page.load_file(_page_file(task["name"]), _folder().parent)
+        page.load_file(page_file(task["name"]), miniwob_folder().parent)
         started = page.evaluate(BEGIN, str(task["seed"]))
         # what the page tried while loading is not the effect of an action
         page.take_events()
@@ -164,7 +164,7 @@ class MiniWobEnv(PageEnv):
 
 def miniwob_names() -> list[str]:
     """Names of the pages."""
-    return sorted(path.stem for path in _folder().glob("*.html"))
+    return sorted(path.stem for path in miniwob_folder().glob("*.html"))
 
 
 def miniwob_tasks(**settings: Any) -> WebAgentEnv:
@@ -177,14 +177,16 @@ def make_miniwob(render_mode: str | None = None, **settings: Any) -> MiniWobEnv:
     return MiniWobEnv(settings_from(MiniWobSettings, settings, "gymnasium.make"))
 
 
-def _page_file(name: str) -> Path:
-    path = _folder() / f"{name}.html"
+def page_file(name: str) -> Path:
+    """The HTML file of a page; raises UserError where there is none."""
+    path = miniwob_folder() / f"{name}.html"
     if "/" in str(name) or not path.is_file():
         raise UserError(f"MiniWoB++ has no page {name!r}; it has: {', '.join(miniwob_names())}")
     return path
 
 
-def _folder() -> Path:
+def miniwob_folder() -> Path:
+    """The folder of the pages; raises UserError where the package is missing."""
     spec = importlib.util.find_spec("miniwob")
     places = list(spec.submodule_search_locations or []) if spec else []
     if not places:

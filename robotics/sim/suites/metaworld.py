@@ -16,6 +16,9 @@ import numpy as np
 
 LAYOUTS = 1 << 30
 STATE_SIZE = 39
+CONTROL_HZ = 80
+SCENES = 4
+"""Scenes that a worker keeps: building one takes as long as several hundred control steps."""
 # Cameras that are mounted upside down; their images are turned by 180 degrees.
 UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 
@@ -34,7 +37,7 @@ def make(
     shadows: bool = False,
     views: list[str] | None = None,
 ) -> MetaWorldRow:
-    """Make the row of a worker, whose scene is built with the first episode of a task.
+    """Make the row of a worker, whose scenes are built with the first episode of their task.
 
     Args:
         tasks: names such as `reach`, without the version; None = all 50.
@@ -56,7 +59,7 @@ def make(
 
 
 class MetaWorldRow:
-    """One Meta-World scene at a time; arguments as for `make`."""
+    """Meta-World scenes, one of them in use; arguments as for `make`."""
 
     action_size, state_size = 4, STATE_SIZE
     action_names = ("dx", "dy", "dz", "gripper")
@@ -71,9 +74,10 @@ class MetaWorldRow:
         self._shadows = shadows
         self.views = views
         self.state_names = STATE_NAMES
+        # by task, the latest used last
+        self._scenes: dict[str, tuple[Any, Any]] = {}
         self._env: Any = None
         self._expert: Any = None
-        self._task = ""
         self._observation = np.zeros(STATE_SIZE)
 
     def tasks(self) -> Mapping[str, str]:
@@ -86,8 +90,10 @@ class MetaWorldRow:
 
     def reset(self, task: str, layout: int, split: str, seed: int) -> None:
         """Place object and goal by the seed."""
-        if task != self._task:
-            self._load(task)
+        if task not in self._scenes and len(self._scenes) == SCENES:
+            self._drop(next(iter(self._scenes)))
+        scene = self._scenes.pop(task, None) or self._load(task)
+        self._env, self._expert = self._scenes[task] = scene
         self._env.seed(seed)
         self._observation, _ = self._env.reset()
 
@@ -109,8 +115,11 @@ class MetaWorldRow:
         return np.stack([self._image(name) for name in self.views])
 
     def _image(self, camera: str) -> np.ndarray:
+        renderer = self._env.mujoco_renderer
+        if renderer.viewer is not None:  # gymnasium draws into the context of the scene that was built last
+            renderer.viewer.make_context_current()
         if self.views:  # gymnasium's renderer looked its camera up when the environment was made
-            self._env.mujoco_renderer.camera_id = self._env.model.camera(camera).id
+            renderer.camera_id = self._env.model.camera(camera).id
         image = np.asarray(self._env.render())
         return image[::-1, ::-1] if camera in UPSIDE_DOWN else image
 
@@ -125,19 +134,28 @@ class MetaWorldRow:
         versions = {name: version(name) for name in ("metaworld", "mujoco")}
         drawing = {"camera": self._camera, "shadows": self._shadows}
         drawing |= {"views": list(self.views)} if self.views else {}
-        return {"suite": "metaworld", "versions": versions, "control_hz": 80, **drawing}
+        return {"suite": "metaworld", "versions": versions, "control_hz": CONTROL_HZ, **drawing}
 
     def close(self) -> None:
-        """Free the scene."""
-        if self._env is not None:
-            self._env.close()
-            self._env = None
+        """Free the scenes."""
+        while self._scenes:
+            self._drop(next(iter(self._scenes)))
+        self._env = None
 
-    def _load(self, task: str) -> None:
+    def _drop(self, task: str) -> None:
+        """Free a scene."""
+        env, _ = self._scenes.pop(task)
+        viewer = env.mujoco_renderer.viewer
+        if viewer is not None:  # the textures of the context that is current are freed, which may be another scene's
+            viewer.make_context_current()
+            viewer.con.free()
+        env.close()
+
+    def _load(self, task: str) -> tuple[Any, Any]:
+        """Build a task's scene and its expert."""
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS
         from metaworld.policies import ENV_POLICY_MAP
 
-        self.close()
         height, width = self.image_size
         kind = ALL_V3_ENVIRONMENTS[task + "-v3"]
         env = kind(render_mode="rgb_array", camera_name=self._camera, width=width, height=height)
@@ -154,9 +172,9 @@ class MetaWorldRow:
         if not self._shadows:
             env.model.light_castshadow[:] = False
             env.model.vis.quality.offsamples = 0
-        self._env = env
-        self._expert = ENV_POLICY_MAP[task + "-v3"]()
-        self._task = task
+        if not np.isclose(env.dt * CONTROL_HZ, 1.0):
+            raise MetaWorldError(f"{task} takes {env.dt:g} s per control step; expected {1 / CONTROL_HZ:g}")
+        return env, ENV_POLICY_MAP[task + "-v3"]()
 
 
 _SEEN = ("hand_x", "hand_y", "hand_z", "gripper", *(f"object_{entry}" for entry in range(14)))
