@@ -33,15 +33,15 @@ WORDS = (
 CAPTIONS = tuple(f'the word "{word}"' for word in WORDS)
 FONTS = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansMono-Bold.ttf")
 """Fonts that matplotlib ships."""
-JITTER_PX = 1
-"""Most pixels by which a word is off the middle."""
+SHIFT_PX = 1
+"""Most pixels by which a word that the judge accepts is off the middle."""
 
 
 def word_match(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_: Any) -> list[float]:
     """Give the correlation of an image with the most similar drawing of the quoted word, at least 0.
 
-    The drawings are the word in each font at each place of the pictures to pre-train on. It is for measuring and not
-    for training. Images are (H, W, 3) uint8 of any size, white on black.
+    The drawings are the word in each font of the pictures to pre-train on, also a pixel off the middle. It is for
+    measuring and not for training. Images are (H, W, 3) uint8 of any size, white on black.
     """
     pairs = zip(prompts, completions, strict=True)
     return [max(float((_drawings(_word(prompt)) @ _standardised(image)).max()), 0.0) for prompt, image in pairs]
@@ -62,13 +62,9 @@ def draw_word(word: str, font: str, shift: tuple[int, int] = (0, 0)) -> NDArray[
     return np.repeat(np.asarray(picture)[..., None], 3, 2)
 
 
-def draw_words(words: Sequence[str], seed: int) -> NDArray[np.uint8]:
-    """Draw words in a random font at a random place near the middle: uint8 (N, 16, 32, 3)."""
-    rng = np.random.default_rng(seed)
-    fonts = rng.integers(0, len(FONTS), len(words))
-    shifts = rng.integers(-JITTER_PX, JITTER_PX + 1, (len(words), 2))
-    drawn = zip(words, fonts.tolist(), shifts.tolist(), strict=True)
-    return np.stack([draw_word(word, FONTS[font], tuple(shift)) for word, font, shift in drawn])
+def draw_words() -> NDArray[np.uint8]:
+    """Draw every word in every font, the fonts of a word one after the other: uint8 (N, 16, 32, 3)."""
+    return np.stack([draw_word(word, font) for word in WORDS for font in FONTS])
 
 
 def build_prompts(path: str) -> Path:
@@ -78,13 +74,11 @@ def build_prompts(path: str) -> Path:
     return file
 
 
-def build_images(path: str, *, count: int = 3200, seed: int = 0) -> Path:
-    """Write pictures of the words, each as often, with their captions as one .npz file."""
+def build_images(path: str) -> Path:
+    """Write every word in every font with its caption as one .npz file."""
     from diffusion.data.captioned_images import write_images
 
-    numbers = [number % len(WORDS) for number in range(count)]
-    images = draw_words([WORDS[number] for number in numbers], seed)
-    return write_images(path, images, [CAPTIONS[number] for number in numbers])
+    return write_images(path, draw_words(), [caption for caption in CAPTIONS for _ in FONTS])
 
 
 def build_pipeline(path: str, *, shift: float = 1.5, seed: int = 0, **sizes: Any) -> Path:
@@ -100,14 +94,14 @@ def build_pipeline(path: str, *, shift: float = 1.5, seed: int = 0, **sizes: Any
         sizes=TinySd3Sizes(latent_size=WIDTH_PX // patch, latent_channels=channels, vae_widths=(4, 4), **chosen),
         shift=shift,
         seed=seed,
-        autoencoder=PatchAutoencoder.fit(draw_words(WORDS * 20, seed=0), patch, channels),
+        autoencoder=PatchAutoencoder.fit(draw_words(), patch, channels),
     )
 
 
 @functools.cache
 def _drawings(word: str) -> NDArray[np.float32]:
     """All drawings of a word as rows of mean 0 and norm 1."""
-    steps = range(-JITTER_PX, JITTER_PX + 1)
+    steps = range(-SHIFT_PX, SHIFT_PX + 1)
     places = itertools.product(FONTS, steps, steps)
     return np.stack([_standardised(draw_word(word, font, (x, y))) for font, x, y in places])
 
