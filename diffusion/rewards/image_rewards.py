@@ -139,7 +139,7 @@ _TABLE = (
     ImageReward(
         "ocr", "diffusion.rewards.ocr:ocr",
         "1 for an image in which the quoted text can be read, less by edit distance",
-        "Flow-GRPO, arXiv 2505.05470", (0.0, 1.0), needs="the program tesseract",
+        "Flow-GRPO, arXiv 2505.05470", (0.0, 1.0), needs="the extra ocr, or the program tesseract",
     ),
     ImageReward(
         "pickscore", "diffusion.rewards.learned:pickscore", "human preference for the image given the prompt",

@@ -1,4 +1,4 @@
-"""Shapes, digits, tiny pipelines and the demo."""
+"""Shapes, digits, words, tiny pipelines and the demo."""
 
 DEMOS = {"diffusion": ("diffusion.toy.diffusion_demo", "runs/diffusion-demo")}
 """Module and run folder of each demo of `mmrl demo`."""
@@ -58,6 +58,12 @@ IMAGE_REWARDS = {
         "summary": "digit and direction as a network that saw other scans and matched frames see them; "
         "for measuring, not for training",
         "citation": _DIGITS, "range": (0.0, 1.0), "video": True, "needs": "scikit-learn",
+    },
+    "word_match": {
+        "function": "diffusion.toy.words:word_match",
+        "summary": "correlation of the image with the most similar drawing of the quoted word; for measuring, "
+        "not for training",
+        "citation": "this suite", "range": (0.0, 1.0),
     },
     "caption_colour": {
         "function": "diffusion.toy.shapes.colour:caption_colour",

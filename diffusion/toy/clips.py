@@ -13,7 +13,7 @@ import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,7 @@ LONGEST_STEP = 3
 CAPTIONS = tuple(f"a {digit} moving {way}" for digit in range(10) for way in DIRECTIONS)
 
 Clips = Sequence[NDArray[np.uint8]]
+Value = TypeVar("Value")
 
 
 class _Wanted(NamedTuple):
@@ -66,7 +67,11 @@ def moving_digit_judge(prompts: Sequence[str], completions: Clips, **_: Any) -> 
 
 def shuffled_moving_digit(prompts: Sequence[str], completions: Clips, **_: Any) -> list[float]:
     """Give the values of `moving_digit`, shuffled among the clips: the control without a signal."""
-    values = moving_digit(prompts, completions)
+    return shuffled(moving_digit(prompts, completions), completions)
+
+
+def shuffled(values: Sequence[Value], completions: Clips) -> list[Value]:
+    """Shuffle the rewards of images or clips among them, by their pixels alone."""
     digest = hashlib.blake2b(b"".join(clip.tobytes() for clip in completions), digest_size=8).digest()
     return [values[row] for row in np.random.default_rng(int.from_bytes(digest)).permutation(len(values))]
 

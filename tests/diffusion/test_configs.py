@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diffusion.toy import clips, digits
+from diffusion.toy import clips, digits, words
 from diffusion.toy.shapes.building import build_prompts
 from mmrl.config import load_run
 from tests.diffusion.edits import write_edits
@@ -56,7 +56,8 @@ def models(tmp_path_factory):
     moving = clips.build_pipeline(
         str(folder.parent / "clips"), scans=30, layers=1, heads=2, head_width=12, text_width=16
     )
-    return {"digits": folder, "clips": moving, "shapes": tiny_model()}
+    spelt = words.build_pipeline(str(folder.parent / "words"), layers=1, heads=2, text_width=32, pooled_width=16)
+    return {"digits": folder, "clips": moving, "words": spelt, "shapes": tiny_model()}
 
 
 def family_of(path):
@@ -70,13 +71,16 @@ LARGE = [path for path in FILES if family_of(path) or path.stem.endswith(SLOW)]
 def overrides_of(path, whole, folder, models):
     """Paths inside the test's folder and small numbers; prompts that no function builds are captions of shapes."""
     source = whole.images if hasattr(whole, "images") else next(iter(whole.eval_data.values()))
-    subject = next((name for name in ("digits", "clips") if name in str(source.build)), "shapes")
+    subject = next((name for name in ("digits", "clips", "words") if name in str(source.build)), "shapes")
     case = family_of(path)
     model = models[subject] if case is None else case.build(folder / "pipeline")
     found = [*SMALL, f"output_dir={folder / 'run'}", f"model.path={model}", "model.build=null"]
     if subject == "clips":
         found += ["images.build_options.scans=30"] if hasattr(whole, "images") else []
         found += ["model.height=12", "model.width=12", "model.max_sequence_length=8"]
+    if subject == "words":
+        found += ["model.height=16", "model.width=32"]
+        found += ["evaluation.rewards=[{name: word_match}]"] if hasattr(whole, "images") else []
     if case is not None:
         sizes = {"height": case.height, "width": case.width, "frames": case.frames, "max_sequence_length": None}
         found += [f"model.{key}={json.dumps(value)}" for key, value in {**sizes, **case.model}.items()]
@@ -90,7 +94,8 @@ def overrides_of(path, whole, folder, models):
                 write_edits(folder / f"{name}.jsonl", ["a red circle", "a blue square"], (case.height, case.width))
     # weights and programs that are not there
     if any("path" in reward.options or reward.name == "ocr" for reward in getattr(whole, "rewards", ())):
-        found += [f"rewards=[{{name: {'kept' if case is not None and case.edits else 'caption_colour'}}}]"]
+        stand_in = "word_match" if subject == "words" else "caption_colour"
+        found += [f"rewards=[{{name: {'kept' if case is not None and case.edits else stand_in}}}]"]
     if prompts:
         found += [f"data.path={folder / 'data.jsonl'}"]
         found += [group_size(whole, 2), "trainer.skip_steps_without_gradient=false"]  # two images may score alike

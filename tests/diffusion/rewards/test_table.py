@@ -42,6 +42,8 @@ def test_values_lie_in_the_range_of_the_table(name):
         images = [np.stack([image, image[::-1]]) for image in images]
     digits = name.startswith(("class", "moving"))
     prompts = [f"a {row % 10}" if digits else scenes[row % len(scenes)].caption for row in range(len(images))]
+    if name.startswith("word"):
+        prompts = [f'the word "{("cat", "fox")[row % 2]}"' for row in range(len(images))]
     if name.startswith("mo"):
         prompts = [f"{prompt} moving down" for prompt in prompts]
     reward = load_image_rewards([name])[name]
@@ -88,6 +90,7 @@ def test_an_option_that_is_missing_everywhere_is_found_before_the_run():
         (["pickscore"], {"pickscore": {"path": "/nowhere"}}, "weights not found at /nowhere"),
         (["shapes_geneval"], {"shapes_geneval": {"metadata": []}}, "no option 'metadata'"),
         (["ocr"], {"ocr": {"program": "no-such-reader"}}, "needs the program"),
+        (["ocr"], {"ocr": {"program": "tesseract", "layout": 6}}, "'ocr' has no option 'layout'"),
     ],
 )
 def test_mistakes_show_before_the_run(names, options, culprit):
