@@ -104,9 +104,18 @@ def _kind_of(mode: int) -> str:
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 
+@contextmanager
+def _reading(path: Path | str) -> Iterator[None]:
+    """Name a file whose content cannot be read; the system's error does not, other than where a file is opened."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+
+
 def read_file(path: Path | str, most: int = LARGEST_TEXT) -> bytes:
     """Read a file of at most so many bytes; raises UserError and OSError as `open_file` does."""
-    with open_file(path, most) as file:
+    with open_file(path, most) as file, _reading(path):
         # files of /proc and those that still grow are longer than their size says; read(most) would take it all at once
         parts, size = [], 0
         while size <= most and (part := file.read(min(2**20, most + 1 - size))):
@@ -128,7 +137,7 @@ def read_text(path: Path | str, most: int = LARGEST_TEXT, errors: str = "strict"
 
 def read_lines(path: Path | str, most: int | None = LARGEST_LINES, longest: int = LONGEST_LINE) -> Iterator[bytes]:
     """Lines of a file; of one with more than `longest` bytes only the start, which is one byte longer than that."""
-    with open_file(path, most) as file:
+    with open_file(path, most) as file, _reading(path):
         while line := file.readline(longest + 1):
             yield line
             while len(line) > longest and not line.endswith(b"\n"):

@@ -24,6 +24,7 @@ from mmrl.files import (
     output_folder,
     own_config,
     parse_json,
+    read_file,
     read_json_object,
     read_lines,
     read_text,
@@ -307,3 +308,11 @@ def test_every_room_reads_files_within_bounds(call):
     paths = [path for package in packages for path in package.rglob("*.py")]
     found = {path.relative_to(PROJECT).as_posix() for path in paths if call in path.read_text(encoding="utf-8")}
     assert found == READERS[call]
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="Linux")
+@pytest.mark.parametrize("read", [read_file, read_text, lambda path: list(read_lines(path))])
+def test_a_file_whose_content_cannot_be_read_is_named(read):
+    """An input/output error names no file."""
+    with pytest.raises(UserError, match="/proc/self/mem cannot be read: Input/output error"):
+        read("/proc/self/mem")
