@@ -264,7 +264,7 @@ def pre_tokenizer(name: str) -> Any:
     return parts.Sequence([parts.Digits(individual_digits=True), parts.ByteLevel(add_prefix_space=False)])
 
 
-def _write_card(folder: Path, model: PackagedModel) -> None:
+def _write_card(draft: Path, model: PackagedModel) -> None:
     """The card that tells reports and exported models which weights these are."""
     from huggingface_hub import ModelCardData
 
@@ -274,7 +274,7 @@ def _write_card(folder: Path, model: PackagedModel) -> None:
         f"Weights of {model.base_model}, quantised in the package {model.package}, in float32; not the released ones."
     )
     lines = [f"# {plain(model.title)}", "", about]
-    (folder / CARD).write_text(card_text(ModelCardData(**model.head), lines), encoding="utf-8")
+    (draft / CARD).write_text(card_text(ModelCardData(**model.head), lines), encoding="utf-8")
 
 
 PACKAGED = {
