@@ -441,12 +441,10 @@ class ModelReader:
         positions = positions.clamp(max=policy.positions - 1)
         if self._axes:
             inputs["position_ids"] = positions.expand(3, -1, -1)
-        elif part.real is not None or (fixed and "position_ids" in self._accepted):
-            inputs["position_ids"] = positions
         if part.real is not None:
             if not fixed:
                 part.real = functional.pad(part.real, (0, tokens.shape[1]), value=True)
-            inputs["attention_mask"] = part.real.long()
+            inputs |= {"attention_mask": part.real.long()} | ({} if self._axes else {"position_ids": positions})
         part.next_position.add_(tokens.shape[1])
         return self._run(policy, tokens, part.cache, **inputs)
 

@@ -181,8 +181,8 @@ class GenerationState:
         is_eos[list(policy.eos_ids)] = True
         self.is_eos = to_device(is_eos, device)
         self.max_positions = policy.positions
-        longest = to_device(torch.tensor([config.max_new_tokens] if limits is None else limits), device)
-        self.limits = longest.repeat_interleave(total // len(longest))
+        longest = torch.tensor([config.max_new_tokens] if limits is None else limits)
+        self.limits = longest.repeat_interleave(total // len(longest))  # on the CPU
         self.ids = torch.full(shape, policy.pad_id, device=device)
         self.mask = torch.zeros(shape, device=device)
         self.logp = torch.zeros(shape, device=device)
@@ -192,7 +192,7 @@ class GenerationState:
         """Tables (max_new_tokens, B) of the tokens, and what stands behind the end of a response."""
 
     def budget(self, rows: Tensor, prompt: Tensor) -> Tensor:
-        """Maximum response length of some rows, after prompts of these lengths (b,)."""
+        """Maximum response lengths of some rows, after prompts of these lengths (b,); all on the CPU."""
         return torch.minimum(self.max_positions - prompt, self.limits[rows])
 
     def choose(self, rows: Tensor, step: int, logp: Tensor, running: Tensor) -> Tensor:
@@ -278,9 +278,19 @@ class GenerationState:
 
 
 def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tensor, states: Tensor) -> None:
-    """Draw responses token by token, dropping finished rows from the batch."""
-    running, first, last = torch.ones_like(rows, dtype=torch.bool), 0, state.config.max_new_tokens - 1
-    every = 1 if rows.device.type == "cpu" else CHECK_EVERY
+    """Draw responses token by token, dropping finished rows from the batch.
+
+    Args:
+        state: of the call.
+        decoder: of the rows.
+        rows: (b,) int64 on the CPU, their numbers.
+        budget: (b,) int64 on the CPU, their maximum lengths.
+        states: (b, H) after their prompts.
+    """
+    last, device = min(state.config.max_new_tokens, max(int(budget.max()), 1)) - 1, state.ids.device
+    every = 1 if device.type == "cpu" else CHECK_EVERY
+    rows, budget = to_device(rows, device), to_device(budget, device)
+    running, first = torch.ones_like(rows, dtype=torch.bool), 0
     for step in range(last + 1):
         token = state.choose(rows, step, decoder.next_logp(states, state.config.temperature), running)
         running = running & ~state.ended(rows, step, token, running) & (step + 1 < budget)
@@ -404,7 +414,7 @@ def _sample_groups(state: GenerationState, prompts: Sequence[Prompt], group: int
     policy, most = state.policy, state.config.batch_rows
     # a prefix with history has to be kept as a whole: one backward pass goes through it
     together = len(prompts) if keep is KeepPrefill.GRAPH else max(most // group, 1)
-    order = list(range(len(prompts)))
+    order, lengths = list(range(len(prompts))), torch.tensor([len(prompt) for prompt in prompts])
     if not policy.reader.joins(policy):  # by length, so that prompts that are read together need little padding
         order.sort(key=lambda number: len(prompts[number]))
     for first in range(0, len(prompts), together):
@@ -416,7 +426,8 @@ def _sample_groups(state: GenerationState, prompts: Sequence[Prompt], group: int
                 numbers = torch.tensor(chosen)[part.numbers.cpu()] * group
                 # whole groups where they fit, so that few prompts are read by two chunks
                 for chunk in torch.arange(len(numbers) * group).split(max(most - most % group, min(most, group))):
-                    _decode_rows(state, part, chunk // group, numbers[chunk // group] + chunk % group)
+                    rows = numbers[chunk // group] + chunk % group
+                    _decode_rows(state, part, chunk // group, rows, lengths[rows // group])
 
 
 def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep: KeepPrefill) -> Prefix:
@@ -428,12 +439,11 @@ def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep: KeepPrefil
     return prefix.detach()
 
 
-def _decode_rows(state: GenerationState, part: CachedPart, prompt: Tensor, rows: Tensor) -> None:
-    """Decode the rows (b,) after the prompts `prompt` (b,) of a part; both on the CPU."""
+def _decode_rows(state: GenerationState, part: CachedPart, prompt: Tensor, rows: Tensor, lengths: Tensor) -> None:
+    """Decode the rows (b,) after the prompts `prompt` (b,) of a part, which have these lengths; all on the CPU."""
     policy = state.policy
     decoder = make_decoder(policy, policy.reader, part, prompt)
-    own, rows = to_device(prompt, policy.device), to_device(rows, policy.device)
-    decode(state, decoder, rows, state.budget(rows, part.lengths[own]), part.last_state[own])
+    decode(state, decoder, rows, state.budget(rows, lengths), part.last_state[to_device(prompt, policy.device)])
 
 
 def sample_by(
@@ -456,15 +466,17 @@ def sample_by(
         others: parts of further prefixes of the same prompts.
     """
     state, training = GenerationState(policy, config, len(prompts), uniforms), policy.training
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
     policy.eval()
     try:
         with torch.no_grad():
             own_parts = policy.encode_prefix(prompts).detach().parts
             for parts in zip(own_parts, *others, strict=True):
-                for chunk in torch.arange(len(parts[0].numbers), device=policy.device).split(config.batch_rows):
-                    own, *rest = (part.select(chunk) for part in parts)
+                numbers = parts[0].numbers.cpu()
+                for chunk in torch.arange(len(numbers)).split(config.batch_rows):
+                    own, *rest = (part.select(to_device(chunk, policy.device)) for part in parts)
                     decoder, first = decoder_of(own, *rest)
-                    decode(state, decoder, own.numbers, state.max_positions - own.lengths, first)
+                    decode(state, decoder, numbers[chunk], state.budget(numbers[chunk], lengths[numbers[chunk]]), first)
     finally:
         policy.train(training)
     return state.collect(prompts)
