@@ -113,7 +113,7 @@ def check_behaviour(policy: Any) -> None:
     except Exception as error:  # each family fails in its own way
         raise UserError(
             f"models of type {kind} cannot be trained or sampled here: reading a prompt of text with a cache fails, "
-            f"{type(error).__name__}: {first_line(error)}; model.shared_prefix=false reads every response behind its "
+            f"{first_line(error)}; model.shared_prefix=false reads every response behind its "
             "own prompt in the update, but sampling needs the cache too"
         ) from error
     if difference > LARGEST_DIFFERENCE:
@@ -136,7 +136,7 @@ def joining_problem(policy: Any, reader: Any) -> str | None:
     try:
         difference = _difference(policy, reader, tokens)
     except Exception as error:  # each family fails in its own way
-        return f"{type(error).__name__}: {first_line(error)}"
+        return first_line(error)
     finally:
         policy.train(training)
     return f"states differ by {difference:.2g} of their size" if difference > LARGEST_DIFFERENCE else None
@@ -158,7 +158,7 @@ def replaying_problem(policy: Any, reader: Any) -> str | None:
             stepwise = _decoded(policy, reader, part, rows, replays=False)
         difference = _relative(replayed, stepwise)
     except Exception as error:  # each family fails in its own way
-        return f"{type(error).__name__}: {first_line(error)}"
+        return first_line(error)
     finally:
         policy.train(training)
     return f"states differ by {difference:.2g} of their size" if difference > LARGEST_DIFFERENCE else None

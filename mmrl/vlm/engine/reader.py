@@ -190,12 +190,13 @@ class ModelReader:
             problem = replaying_problem(policy, self)
             if problem is not None:
                 self.refuse_replays(problem)
-            self._replays = self._replays is None  # a capture that failed has refused them already
+            self._replays = self._replays is None  # a capture that fails refuses them too
         return self._replays
 
     def refuse_replays(self, problem: str) -> None:
         """Decode without graphs from now on."""
-        LOGGER.info("tokens are decoded without a CUDA graph: %s", problem)
+        if self._replays is not False:
+            LOGGER.info("tokens are decoded without a CUDA graph: %s", problem)
         self._replays = False
 
     def trains_shared(self, policy: Any) -> bool:

@@ -56,7 +56,7 @@ class StepGraph:
                 self._replay, self._states = record(lambda: step(self._token), self)
             except Exception as error:  # an operation that waits, or memory: each fails in its own way
                 self.wanted = False
-                self._refused(f"{type(error).__name__}: {first_line(error)}")
+                self._refused(first_line(error))
                 return step(token)
         self._token.copy_(token)
         self._replay()
