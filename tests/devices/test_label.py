@@ -6,6 +6,7 @@ import torch
 from mmrl.recipes import RECIPES
 from mmrl.training.processes import make_accelerator, seed_everything
 from mmrl.training.trainer import Trainer
+from mmrl.vlm.engine import vlm_sampler
 from tests.contracts.domains import domain_of, weights
 from tests.contracts.options import with_changes
 from tests.contracts.record import note
@@ -15,23 +16,23 @@ STEPS = 2
 QUICK = ("papo", "flow_grpo", "robot_ppo")
 """The others run with the slow tests."""
 BUDGET = {
-    "vlm": 46,
-    "papo": 54,
-    "apo": 46,
-    "reg_grpo": 54,
-    "distil": 52,
-    "multi_teacher": 80,
+    "vlm": 38,
+    "papo": 46,
+    "apo": 40,
+    "reg_grpo": 46,
+    "distil": 44,
+    "multi_teacher": 72,
     "tspo": 87,
     "sft": 23,
     "preference": 66,
     "masked": 83,
     "masked_sft": 15,
-    "agent": 209,
-    "arpo": 215,
+    "agent": 108,
+    "arpo": 114,
     "agent_clone": 25,
-    "vl_dac": 213,
-    "digirl": 224,
-    "aepo": 48,
+    "vl_dac": 119,
+    "digirl": 126,
+    "aepo": 40,
     "grounding_sft": 23,
     "ddpo": 59,
     "flow_grpo": 47,
@@ -109,9 +110,11 @@ def train(name, folder, **changes):
 @pytest.mark.parametrize(
     "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RECIPES]
 )
-def test_a_recipe_trains_on_a_gpu_within_its_budget_of_host_syncs(name, tmp_path):
+def test_a_recipe_trains_on_a_gpu_within_its_budget_of_host_syncs(name, tmp_path, monkeypatch):
     for module in domain_of(name).needs:
         pytest.importorskip(module)
+    # a GPU drops finished rows later, and products of other sizes round otherwise
+    monkeypatch.setattr(vlm_sampler, "kept_rows", lambda *_: None)
     with labelled_gpu() as syncs:
         trainer = train(name, tmp_path / "gpu")
         syncs.clear()

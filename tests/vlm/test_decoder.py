@@ -227,7 +227,7 @@ def test_keys_and_values_in_bfloat16_cost_no_more_than_its_rounding(folder, auto
     exact = sharpen(load_policy(ModelConfig(path=str(folder))))
     exact.network.load_state_dict(low.network.state_dict())
     made = []
-    monkeypatch.setattr(decoders, "GroupDecoder", lambda *parts: made.append(GroupDecoder(*parts)) or made[-1])
+    monkeypatch.setattr(decoders, "GroupDecoder", lambda *a, **k: made.append(GroupDecoder(*a, **k)) or made[-1])
     with torch.no_grad():
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             rollouts = draw(low, ragged_tasks())

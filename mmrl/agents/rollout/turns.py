@@ -223,13 +223,13 @@ class TurnSampler:
     def _continue(self, histories: Histories, rows: Tensor, uniforms: Tensor | None) -> Samples:
         """Sample after the kept histories, and append to them what the decoder has read."""
         draw = GenerationState(self._policy, self._config, len(rows), uniforms)
-        device, left = self._policy.device, []
+        left = []
         for chunk in torch.arange(len(rows)).split(self._config.batch_rows):
             before = histories.prefix(rows[chunk])
             own = torch.arange(len(chunk))
             decoder = _KeepingDecoder(GroupDecoder(self._policy, self._policy.reader, before, own), own)
             # the history of each row counts towards the model's positions
-            decode(draw, decoder, to_device(chunk, device), draw.max_positions - before.lengths, before.last_state)
+            decode(draw, decoder, chunk, draw.budget(chunk, histories.lengths[rows[chunk]]), before.last_state)
             decoder.finish()
             left += [(chunk[index], keys, values) for index, keys, values in decoder.left]
         drawn = _on_host(draw.collect([self._parts[row][-1] for row in rows.tolist()]))

@@ -132,6 +132,7 @@ class SoftState(GenerationState):
         self.mixed = {"soft": torch.zeros(shape[:2], device=device), "ids": torch.zeros(shape, dtype=torch.int64)}
         self.mixed |= {name: torch.zeros(shape) for name in ("weights", "scores")}
         self.mixed = {name: value.to(device) for name, value in self.mixed.items()}
+        self.tables.append((self.mixed["soft"], 0.0))
 
     def choose(self, rows: Tensor, step: int, logp: Tensor, running: Tensor) -> Tensor:
         """Draw an ordinary token of each row, and in its place a soft one of those that think."""

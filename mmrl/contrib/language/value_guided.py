@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import LossOutput
+from mmrl.core.payload import to_device
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.fields import bounded
@@ -152,6 +153,7 @@ class GuidedDecoder(CacheDecoder):
     def __init__(self, policy: Any, part: Any, guidance: GuidanceConfig) -> None:
         super().__init__(policy, policy.reader, part)
         self._guidance = guidance
+        self._ends = to_device(torch.tensor(policy.eos_ids), policy.device)
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities (b, V) of the next token."""
@@ -162,7 +164,7 @@ class GuidedDecoder(CacheDecoder):
         # reading a token changes the cache, so each of the k tokens gets a copy of its row
         ahead = CacheDecoder(self._policy, self._reader, self._part.select(rows)).advance(top.flatten())
         values, now = self._values(ahead).view_as(top), self._values(states)[:, None]
-        ends = torch.isin(top, torch.tensor(self._policy.eos_ids, device=top.device))
+        ends = torch.isin(top, self._ends)
         # nothing follows an end token, and the critic was never fitted behind one
         values = torch.where(ends, now, values)
         return (augment(logp, top, values, self._guidance.beta) / temperature).log_softmax(-1)

@@ -56,10 +56,14 @@ def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) 
 
     Source: Liu et al., Ring Attention, arXiv 2310.01889, section 3; Juravsky et al., Hydragen, arXiv 2402.05099.
     """
-    # sigmoid and logaddexp never form exp(l), which overflows for scores that a softmax still takes
-    share = torch.sigmoid(lse_a - lse_b)[..., None]
-    merged = torch.lerp(out_b.to(lse_a.dtype), out_a.to(lse_a.dtype), share)
-    return merged, torch.logaddexp(lse_a, lse_b)
+    # logaddexp never forms exp(l), which overflows for scores that a softmax still takes
+    return merge_outputs(out_a, lse_a, out_b, lse_b), torch.logaddexp(lse_a, lse_b)
+
+
+def merge_outputs(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> Tensor:
+    """The output of `merge_attention` alone."""
+    share = torch.sigmoid(lse_a - lse_b)[..., None]  # never forms exp(l) either
+    return torch.lerp(out_b.to(lse_a.dtype), out_a.to(lse_a.dtype), share)
 
 
 class Part(NamedTuple):
@@ -506,6 +510,8 @@ class KeepingRow(ResponseRow):
 
 ROOM = 64
 """Initial capacity of decoded rows in tokens; it doubles when used up."""
+FIXED_ROOM = 256
+"""The same where a step repeats in fixed memory, which has to be captured again when it grows."""
 
 
 class TokenRows:
@@ -516,19 +522,45 @@ class TokenRows:
         values: likewise.
         prompt_real: (N, P) bool, False on the padding of the prompts; None if they are equally long.
         prompt: (b,) int64 on the CPU, the prompt of each row in ascending order; every prompt has a row.
+        fixed: whether all steps have the same shapes: rows attend to all columns, those without a token masked.
     """
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], prompt_real: Tensor | None, prompt: Tensor) -> None:
+    def __init__(
+        self,
+        keys: list[Tensor],
+        values: list[Tensor],
+        prompt_real: Tensor | None,
+        prompt: Tensor,
+        *,
+        fixed: bool = False,
+    ) -> None:
         self._prompt_keys, self._prompt_values, self._real = list(keys), list(values), prompt_real
-        self._keys: dict[int, Tensor] = {}
+        self._keys: list[Tensor] = []
         """Own keys (b, Hk, room, d) by layer, of which the first `_read` count."""
-        self._values: dict[int, Tensor] = {}
+        self._values: list[Tensor] = []
         self._read = 0
+        # the column of the current token, where a step that is captured once finds it
+        self._column = torch.full((1,), -1, device=keys[0].device) if fixed else None
+        self._near: Tensor | None = None
+        """Mask (b, 1, 1, room) of the own columns in this step."""
         self._place(prompt)
 
-    def begin_step(self) -> None:
-        """Count one more token of each row; it attends to itself too."""
+    def make_room(self) -> bool:
+        """Count one more token of each row; returns whether memory has moved for it. Outside of a captured step."""
         self._read += 1
+        room = self._keys[0].shape[2] if self._keys else 0
+        if room >= self._read:
+            return False
+        room = max(ROOM if self._column is None else FIXED_ROOM, 2 * room)
+        self._keys = self._wider(self._keys, self._prompt_keys, room)
+        self._values = self._wider(self._values, self._prompt_values, room)
+        return True
+
+    def begin_step(self) -> None:
+        """Go on to the column of the next token; it attends to itself too."""
+        if self._column is not None:
+            self._column.add_(1)
+            self._near = None
 
     def keep(self, index: Tensor) -> None:
         """Keep only the rows `index` (n,), on the CPU, and their prompts."""
@@ -541,55 +573,68 @@ class TokenRows:
             self._prompt_values = [layer[kept] for layer in self._prompt_values]
             self._real = None if self._real is None else self._real[kept]
         rows = to_device(index, device)
-        self._keys = {layer: own[rows] for layer, own in self._keys.items()}
-        self._values = {layer: own[rows] for layer, own in self._values.items()}
+        self._keys = [own[rows] for own in self._keys]
+        self._values = [own[rows] for own in self._values]
         self._place(prompt)
 
     def cached(self, index: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of the tokens that rows (n,) have read, for each layer (n, Hk, t, d)."""
-        rows, layers = to_device(index, self._prompt_keys[0].device), range(len(self._keys))
-        keys = [self._keys[layer][rows, :, : self._read] for layer in layers]
-        return keys, [self._values[layer][rows, :, : self._read] for layer in layers]
+        rows = to_device(index, self._prompt_keys[0].device)
+        return [own[rows, :, : self._read] for own in self._keys], [own[rows, :, : self._read] for own in self._values]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """Attention (b, 1, H, d) of a layer for query (b, H, 1, d), key and value (b, Hk, 1, d), rotary applied."""
         size = query.shape[-1] ** -0.5 if scale is None else scale
         q, k, v = _workable(query, key, value)
-        keys, values = self._append(layer, k, v)
+        keys, values = self._append(self._keys[layer], k), self._append(self._values[layer], v)
         prompt_k, prompt_v = _workable(self._prompt_keys[layer], self._prompt_values[layer])
         heads = k.shape[1]
         table = self._places.gather(q.transpose(1, 2).flatten(0, 1))  # (N, G, 1, H, d)
         with _no_autocast(q):
-            bias = _bias(self._real, q)
-            far, far_lse = _softmax_part(Part(_fold(table, heads), prompt_k, prompt_v, bias, causal=False, scale=size))
+            far_mask, near_mask = self._masks(q)
+            to_prompt = Part(_fold(table, heads), prompt_k, prompt_v, far_mask, causal=False, scale=size)
+            far, far_lse = _softmax_part(to_prompt)
             # the query heads of a key head are one sequence, so that keys need no copy for each of them
             own = q[:, :, 0].unflatten(1, (heads, -1))
-            near, near_lse = _softmax_part(Part(own, keys, values, None, causal=False, scale=size))
+            near, near_lse = _softmax_part(Part(own, keys, values, near_mask, causal=False, scale=size))
             far = self._places.scatter(_unfold(far, table.shape, heads))  # (b, H, d)
             far_lse = self._places.scatter(_unfold(far_lse[..., None], table.shape, heads))[..., 0]
-            out, _ = merge_attention(far, far_lse, near.flatten(1, 2), near_lse.flatten(1, 2))
+            out = merge_outputs(far, far_lse, near.flatten(1, 2), near_lse.flatten(1, 2))
         return out[:, None].to(query.dtype)
 
-    def _append(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values (b, Hk, t, d) of all tokens read so far."""
-        found = []
-        for store, new in ((self._keys, key), (self._values, value)):
-            held = store.get(layer)
-            if held is None or held.shape[2] < self._read:
-                room = max(ROOM, 2 * (self._read - 1))
-                wider = new.new_empty(*new.shape[:2], room, new.shape[3])
-                if held is not None:
-                    wider[:, :, : held.shape[2]] = held
-                store[layer] = held = wider
-            held[:, :, self._read - 1] = new[:, :, 0]
-            found.append(held[:, :, : self._read])
-        return found[0], found[1]
+    def _masks(self, like: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Masks (N, 1, 1, P) of padding and (b, 1, 1, room) of columns without a token, the same for all layers."""
+        if self._real is not None and self._far is None:
+            self._far = _bias(self._real, like)
+        if self._column is not None and self._near is None:
+            columns = torch.arange(self._keys[0].shape[2], device=like.device).expand(len(like), -1)
+            self._near = _bias(columns <= self._column, like)
+        return self._far, self._near
+
+    def _append(self, store: Tensor, new: Tensor) -> Tensor:
+        """Write keys or values (b, Hk, 1, d) of a token behind those before; returns what the rows attend to."""
+        if self._column is not None:
+            return store.index_copy_(2, self._column, new)
+        store[:, :, self._read - 1] = new[:, :, 0]
+        return store[:, :, : self._read]
+
+    def _wider(self, stores: list[Tensor], prompts: list[Tensor], room: int) -> list[Tensor]:
+        """Room for as many tokens of each row, in the precision of the prompts."""
+        rows = len(self._prompt)
+        # masked columns are multiplied by 0, which has to give 0
+        make = torch.Tensor.new_empty if self._column is None else torch.Tensor.new_zeros
+        wider = [make(like, (rows, like.shape[1], room, like.shape[3])) for like in prompts]
+        for held, new in zip(stores, wider, strict=False):
+            new[:, :, : held.shape[2]] = held
+        return wider
 
     def _place(self, prompt: Tensor) -> None:
         self._prompt = prompt
         ones = torch.ones(len(prompt), dtype=torch.int64)
         device = self._prompt_keys[0].device
         self._places = response_index(ones, prompt, len(self._prompt_keys[0]), device)
+        self._far: Tensor | None = None
+        """Mask (N, 1, 1, P) of the prompts' padding."""
 
 
 def _softmax_part(part: Part) -> tuple[Tensor, Tensor]:

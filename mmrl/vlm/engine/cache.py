@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer, LinearAttentionLayer
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, StaticLayer
 
 
 def new_cache(config: Any) -> DynamicCache:
@@ -42,6 +42,59 @@ def filled_cache(config: Any, keys: Sequence[Tensor], values: Sequence[Tensor]) 
         layer.values = own_values
         layer.is_initialized = True
     return cache
+
+
+class FixedLayer(StaticLayer):
+    """Keys and values of all tokens in memory that does not move; masks hide columns without a token.
+
+    Those of a sliding window stay too: transformers' masks of a static layer hide what has left the window, while
+    its own layer counts the tokens in Python, where a captured step does not count.
+    """
+
+    @staticmethod
+    def of(layer: Any, room: int) -> FixedLayer:
+        """The states of a layer, and room for more tokens; a fixed layer has to be full."""
+        held = layer.keys.shape[2]
+        read = layer.get_seq_length() if type(layer) is DynamicSlidingWindowLayer else held
+        made = FixedLayer(read + room)
+        # as `lazy_initialization` would, which waits for the device
+        made.dtype, made.device = layer.keys.dtype, layer.keys.device
+        made.batch_size, made.num_heads = layer.keys.shape[:2]
+        made.keys, made.values = (functional.pad(x, (0, 0, read - held, room)) for x in (layer.keys, layer.values))
+        made.cumulative_length = torch.full((), read, device=made.device)
+        made.is_initialized = True
+        return made
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Select the states of some rows."""
+        self.keys, self.values = self.keys[indices], self.values[indices]
+        self.cumulative_length = self.cumulative_length.clone()  # written in place, and shared with the given layer
+
+
+def fixed_cache(cache: Any, room: int) -> Cache:
+    """The states of a cache in memory that stays where it is while as many tokens as `room` are read.
+
+    Raises ValueError for layers whose states have no such form.
+    """
+    layers: list[Any] = []
+    for layer in cache.layers:
+        if type(layer) in (DynamicLayer, DynamicSlidingWindowLayer, FixedLayer):
+            layers.append(FixedLayer.of(layer, room))
+        elif type(layer) in (AssignedStates, LinearAttentionLayer):
+            layers.append(_in_place(layer))
+        else:
+            raise ValueError(f"layers of {type(layer).__name__} have no states of a fixed size")
+    return Cache(layers=layers)
+
+
+def _in_place(layer: Any) -> LinearAttentionLayer:
+    """A copy whose states transformers writes in place."""
+    made = copy.copy(layer)
+    made.__class__ = LinearAttentionLayer
+    for name in ("conv_states", "recurrent_states"):
+        states = getattr(layer, name)
+        setattr(made, name, {key: None if state is None else state.clone() for key, state in states.items()})
+    return made  # type: ignore[no-any-return]
 
 
 def mapped(cache: DynamicCache, function: Callable[[Tensor], Tensor]) -> DynamicCache:

@@ -113,7 +113,7 @@ def check_behaviour(policy: Any) -> None:
     except Exception as error:  # each family fails in its own way
         raise UserError(
             f"models of type {kind} cannot be trained or sampled here: reading a prompt of text with a cache fails, "
-            f"{type(error).__name__}: {first_line(error)}; model.shared_prefix=false reads every response behind its "
+            f"{first_line(error)}; model.shared_prefix=false reads every response behind its "
             "own prompt in the update, but sampling needs the cache too"
         ) from error
     if difference > LARGEST_DIFFERENCE:
@@ -136,7 +136,29 @@ def joining_problem(policy: Any, reader: Any) -> str | None:
     try:
         difference = _difference(policy, reader, tokens)
     except Exception as error:  # each family fails in its own way
-        return f"{type(error).__name__}: {first_line(error)}"
+        return first_line(error)
+    finally:
+        policy.train(training)
+    return f"states differ by {difference:.2g} of their size" if difference > LARGEST_DIFFERENCE else None
+
+
+def replaying_problem(policy: Any, reader: Any) -> str | None:
+    """Why a step of decoding cannot be repeated as a CUDA graph, tried on a few tokens."""
+    tokens = _some_tokens(policy)
+    if len(tokens) < TRIED:
+        return "the vocabulary is too small to try it"
+    training = policy.training
+    policy.eval()
+    # more steps than are taken before a graph is captured: what it does not repeat shows from its second replay on
+    rows = torch.stack([tokens[[4, 5, 6, 7, 4, 5]], tokens[[6, 7, 4, 5, 6, 7]]])
+    try:
+        with torch.no_grad():
+            (part,) = reader.encode_prefix(policy, [text_prompt(tokens[:4])]).parts
+            replayed = _decoded(policy, reader, part, rows, replays=True)
+            stepwise = _decoded(policy, reader, part, rows, replays=False)
+        difference = _relative(replayed, stepwise)
+    except Exception as error:  # each family fails in its own way
+        return first_line(error)
     finally:
         policy.train(training)
     return f"states differ by {difference:.2g} of their size" if difference > LARGEST_DIFFERENCE else None
@@ -154,8 +176,18 @@ def _difference(policy: Any, reader: Any, tokens: Tensor) -> float:
     """Relative difference between states of two rows behind one prompt and of whole rows, decoded token by token."""
     first, rows = tokens[:4], torch.stack([tokens[[4, 5]], tokens[[6, 7]]])
     (part,) = reader.encode_prefix(policy, [text_prompt(first)]).parts
-    decoder = make_decoder(policy, reader, part, torch.tensor([0, 0]))
-    behind = torch.stack([decoder.advance(token) for token in rows.T.to(policy.device)], 1)
+    behind = _decoded(policy, reader, part, rows)
     begun = torch.tensor([4, 4], device=policy.device)
     whole = reader.read(policy, [text_prompt(torch.cat([first, row])) for row in rows], begun=begun)[:, 4:]
-    return float((behind - whole).float().norm() / whole.float().norm())
+    return _relative(behind, whole)
+
+
+def _decoded(policy: Any, reader: Any, part: Any, rows: Tensor, *, replays: bool = False) -> Tensor:
+    """States (2, t, H) of two rows (2, t) behind the one prompt of a part, decoded token by token."""
+    decoder = make_decoder(policy, reader, part, torch.tensor([0, 0]), replays=replays)
+    return torch.stack([decoder.advance(token) for token in rows.T.to(policy.device)], 1)
+
+
+def _relative(found: Tensor, expected: Tensor) -> float:
+    """Difference of states, relative to their size."""
+    return float((found - expected).float().norm() / expected.float().norm())

@@ -12,10 +12,12 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from mmrl.core.payload import to_device
 from mmrl.vlm.data.prompt import Prompt
-from mmrl.vlm.engine.attention import TokenRows
+from mmrl.vlm.engine.attention import FIXED_ROOM, TokenRows
+from mmrl.vlm.engine.step_graph import StepGraph
 
 
 @dataclass
@@ -46,6 +48,13 @@ class CachedPart:
         cache.batch_select_indices(rows)
         columns = [self.lengths, self.next_position, self.last_state, self.real, self.routes]
         return CachedPart(self.numbers[rows], cache, *(None if x is None else x[rows] for x in columns))  # type: ignore[arg-type]
+
+    def fixed(self, room: int) -> CachedPart:
+        """The same prompts in memory that stays where it is while as many tokens as `room` are read."""
+        from mmrl.vlm.engine.cache import fixed_cache
+
+        real = None if self.real is None else functional.pad(self.real, (0, room), value=True)
+        return replace(self, cache=fixed_cache(self.cache, room), real=real)
 
     def map(self, function: Callable[[Tensor], Tensor]) -> CachedPart:
         """The same prompts with a function applied to all states."""
@@ -302,18 +311,37 @@ class Decoder(Protocol):
 
 
 class CacheDecoder:
-    """Rows that are decoded together; `part` are their prompts, one a row, in a separate cache."""
+    """Rows that are decoded together; `part` are their prompts, one a row, in a separate cache.
 
-    def __init__(self, policy: Any, reader: Any, part: CachedPart) -> None:
+    Args:
+        policy: the model.
+        reader: its `ModelReader`.
+        part: the prompts.
+        replays: whether a GPU may repeat the step of a token as a CUDA graph.
+    """
+
+    def __init__(self, policy: Any, reader: Any, part: CachedPart, *, replays: bool = False) -> None:
         self._policy, self._reader, self._part = policy, reader, part
+        self._fixed, self._room = replays, 0
+        self._graph = StepGraph(replays, reader.refuse_replays)
 
     def keep(self, index: Tensor) -> None:
         """Drop all rows but some."""
         self._part = self._part.select(to_device(index, self._part.lengths.device))
+        self._graph.forget()
 
     def advance(self, token: Tensor) -> Tensor:
         """Read one token (b,), or embedding (b, H), of each row; returns the states (b, H) that predict the next."""
-        return self._reader.advance(self._policy, token[:, None], self._part)[:, -1]  # type: ignore[no-any-return]
+        if self._fixed:
+            if self._room == 0:
+                self._room = FIXED_ROOM
+                self._part = self._part.fixed(self._room)
+                self._graph.forget()
+            self._room -= 1
+        return self._graph(self._step, token)
+
+    def _step(self, token: Tensor) -> Tensor:
+        return self._reader.advance(self._policy, token[:, None], self._part, fixed=self._fixed)[:, -1]  # type: ignore[no-any-return]
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities (b, V) of the next token."""
@@ -328,18 +356,24 @@ class GroupDecoder:
         reader: its `ModelReader`, whose `joins` is True.
         part: N prompts.
         prompt: (b,) int64 on the CPU, the prompt of each row in ascending order; every prompt has a row.
+        replays: whether a GPU repeats the step of a token as a CUDA graph; None: as the reader says.
     """
 
-    def __init__(self, policy: Any, reader: Any, part: CachedPart, prompt: Tensor) -> None:
+    def __init__(
+        self, policy: Any, reader: Any, part: CachedPart, prompt: Tensor, *, replays: bool | None = None
+    ) -> None:
         self._policy, self._reader = policy, reader
+        self._graph = StepGraph(reader.replays(policy) if replays is None else replays, reader.refuse_replays)
         layers = part.cache.layers
-        self._rows = TokenRows([layer.keys for layer in layers], [layer.values for layer in layers], part.real, prompt)
+        keys, values = [layer.keys for layer in layers], [layer.values for layer in layers]
+        self._rows = TokenRows(keys, values, part.real, prompt, fixed=self._graph.wanted)
         self._position = part.next_position[to_device(prompt, part.next_position.device)]
 
     def keep(self, index: Tensor) -> None:
         """Keep only the rows `index` (n,) and their prompts."""
         self._rows.keep(index)
         self._position = self._position[to_device(index, self._position.device)]
+        self._graph.forget()
 
     def cached(self, index: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         """Keys and values of the tokens that rows (n,) have read, for each layer (n, Hk, t, d)."""
@@ -347,10 +381,16 @@ class GroupDecoder:
 
     def advance(self, token: Tensor) -> Tensor:
         """Read one token (b,), or embedding (b, H), of each row; returns the states (b, H) that predict the next."""
+        if self._rows.make_room():
+            self._graph.forget()
+        return self._graph(self._step, token)
+
+    def _step(self, token: Tensor) -> Tensor:
         self._rows.begin_step()
-        position = self._position[:, None]
-        self._position = self._position + 1
-        states: Tensor = self._reader.run_shared(self._policy, token[:, None], position.expand(3, -1, -1), self._rows)
+        position = self._position[:, None].expand(3, -1, -1)
+        states: Tensor = self._reader.run_shared(self._policy, token[:, None], position, self._rows)
+        # rows that have ended go on until they are dropped, perhaps beyond the model's positions
+        self._position.add_(1).clamp_(max=self._policy.positions - 1)
         return states[:, -1]
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
@@ -358,9 +398,13 @@ class GroupDecoder:
         return self._policy.next_logp(states, temperature)  # type: ignore[no-any-return]
 
 
-def make_decoder(policy: Any, reader: Any, part: CachedPart, prompt: Tensor) -> CacheDecoder | GroupDecoder:
+def make_decoder(
+    policy: Any, reader: Any, part: CachedPart, prompt: Tensor, *, replays: bool | None = None
+) -> CacheDecoder | GroupDecoder:
     """A decoder of rows whose prompts in a part are `prompt` (b,) int64, ascending, on the CPU."""
     live, own = torch.unique_consecutive(prompt, return_inverse=True)
+    replays = reader.replays(policy) if replays is None else replays
     if reader.joins(policy):
-        return GroupDecoder(policy, reader, part if len(live) == len(part.lengths) else part.select(live), own)
-    return CacheDecoder(policy, reader, part.select(prompt))
+        used = part if len(live) == len(part.lengths) else part.select(live)
+        return GroupDecoder(policy, reader, used, own, replays=replays)
+    return CacheDecoder(policy, reader, part.select(prompt), replays=replays)

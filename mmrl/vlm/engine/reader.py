@@ -33,7 +33,7 @@ from torch.nn import functional
 from mmrl.core.payload import sum_of_bits, to_device
 from mmrl.vlm.data.prompt import Prompt, leaves
 from mmrl.vlm.engine.attention import ATTENTION_NAME, KeepingRow, PromptRow, ResponseRow, prompt_index, response_index
-from mmrl.vlm.engine.capabilities import joining_problem
+from mmrl.vlm.engine.capabilities import joining_problem, replaying_problem
 from mmrl.vlm.engine.prefix import CachedPart, Prefix
 from mmrl.vlm.engine.rows import PackedRows, Reading, joined_rows, pack_prompts, pack_reading
 from mmrl.vlm.families.family import family_of
@@ -170,6 +170,7 @@ class ModelReader:
 
         self.pads = is_plain(new_cache(network.config)) and {"attention_mask", "position_ids"} <= self._accepted
         """Whether prompts may be padded: the cache holds the keys and values of all tokens, and nothing else."""
+        self._replays: bool | None = None
         self._joins: bool | None = None
         if not self.pads or "token_type_ids" in self._accepted or not config.shared_prefix:
             self._joins = False
@@ -185,6 +186,23 @@ class ModelReader:
             if problem is not None:
                 LOGGER.info(COPIED, problem)
         return self._joins
+
+    def replays(self, policy: Any) -> bool:
+        """Whether the step of a token is repeated as a CUDA graph on a GPU; tried once on a few tokens of text."""
+        if policy.device.type != "cuda" or not torch.cuda.is_available():
+            return False
+        if self._replays is None:
+            problem = replaying_problem(policy, self)
+            if problem is not None:
+                self.refuse_replays(problem)
+            self._replays = self._replays is None  # a capture that fails refuses them too
+        return self._replays
+
+    def refuse_replays(self, problem: str) -> None:
+        """Decode without graphs from now on."""
+        if self._replays is not False:
+            LOGGER.info("tokens are decoded without a CUDA graph: %s", problem)
+        self._replays = False
 
     def trains_shared(self, policy: Any) -> bool:
         """Whether a prompt is computed once for its group while training too."""
@@ -331,15 +349,16 @@ class ModelReader:
         inputs: dict[str, Any] = dict(self._family.token_inputs(rows.types, own, self._accepted))
         if features := self._features(policy, prompts):
             inputs["mm_encoder_outputs"] = features
-        if not self._axes:
-            # a prepared mask keeps transformers from building one of M x M, which `shared` would not read
-            inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=policy.device)
         tokens = mixed_embeddings(policy, rows.ids, rows.mixed) if rows.mixed else rows.ids
         return self.run_shared(policy, tokens, rows.positions, shared, **inputs)[0]
 
     def run_shared(self, policy: Any, tokens: Tensor, positions: Tensor, shared: Any, **inputs: Any) -> Tensor:
         """States (b, L, H) of tokens (b, L), or embeddings (b, L, H), whose layers attend through `shared`."""
         inputs["position_ids"] = positions if self._axes else positions[0]
+        if not self._axes:
+            # a prepared mask keeps transformers from building one of M x M, which `shared` would not read, and from
+            # waiting for a GPU to say whether a row holds several texts
+            inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=policy.device)
         return self._run(policy, tokens, None, shared=shared, **inputs)
 
     def together(self, prompts: Sequence[Prompt]) -> Iterator[list[int]]:
@@ -417,16 +436,22 @@ class ModelReader:
             tokens = embeddings.index_put((each, column), tail.to(embeddings.dtype))
         return self._run(policy, tokens, cache, **inputs)
 
-    def advance(self, policy: Any, tokens: Tensor, part: CachedPart) -> Tensor:
-        """States (b, t, H) of tokens (b, t), or embeddings (b, t, H), behind what a part holds, which then has them."""
+    def advance(self, policy: Any, tokens: Tensor, part: CachedPart, *, fixed: bool = False) -> Tensor:
+        """States (b, t, H) of tokens (b, t), or embeddings (b, t, H), behind what a part holds, which then has them.
+
+        With `fixed`, the part is of `CachedPart.fixed`, and keeps its memory.
+        """
         inputs: dict[str, Any] = {}
         positions = part.next_position[:, None] + torch.arange(tokens.shape[1], device=tokens.device)
+        # those of padding, and of rows that have ended, may lie beyond the model's
+        positions = positions.clamp(max=policy.positions - 1)
         if self._axes:
             inputs["position_ids"] = positions.expand(3, -1, -1)
         if part.real is not None:
-            part.real = functional.pad(part.real, (0, tokens.shape[1]), value=True)
+            if not fixed:
+                part.real = functional.pad(part.real, (0, tokens.shape[1]), value=True)
             inputs |= {"attention_mask": part.real.long()} | ({} if self._axes else {"position_ids": positions})
-        part.next_position = part.next_position + tokens.shape[1]
+        part.next_position.add_(tokens.shape[1])
         return self._run(policy, tokens, part.cache, **inputs)
 
     def _run(self, policy: Any, ids: Tensor, cache: Any, **inputs: Any) -> Tensor:

@@ -175,6 +175,10 @@ def _sorted_nucleus(probability: Tensor, top_p: float, count: int) -> Tensor:
 
 COMPACT_BELOW = 0.75
 """Finished rows are dropped once less than this fraction of a batch is still running."""
+CHECK_EVERY = 32
+"""Tokens after which a GPU is asked which rows are still running; a CPU is asked at each token."""
+FEW_ROWS = 16
+"""Rows that a GPU decodes in about the time of one: reading the weights takes most of it, so that none are dropped."""
 
 
 class GenerationState:
@@ -202,16 +206,18 @@ class GenerationState:
         is_eos[list(policy.eos_ids)] = True
         self.is_eos = to_device(is_eos, device)
         self.max_positions = policy.positions
-        longest = to_device(torch.tensor([config.max_new_tokens] if limits is None else limits), device)
-        self.limits = longest.repeat_interleave(total // len(longest))
+        longest = torch.tensor([config.max_new_tokens] if limits is None else limits)
+        self.limits = longest.repeat_interleave(total // len(longest))  # on the CPU
         self.ids = torch.full(shape, policy.pad_id, device=device)
         self.mask = torch.zeros(shape, device=device)
         self.logp = torch.zeros(shape, device=device)
         self.kept = torch.ones(shape, device=device)
         self.reason = torch.zeros(total, dtype=torch.int64, device=device)
+        self.tables = [(self.ids, policy.pad_id), (self.mask, 0.0), (self.logp, 0.0), (self.kept, 1.0)]
+        """Tables (max_new_tokens, B) of the tokens, and what stands behind the end of a response."""
 
     def budget(self, rows: Tensor, prompt: Tensor) -> Tensor:
-        """Maximum response length of some rows, after prompts of these lengths (b,)."""
+        """Maximum response lengths of some rows, after prompts of these lengths (b,); all on the CPU."""
         return torch.minimum(self.max_positions - prompt, self.limits[rows])
 
     def choose(self, rows: Tensor, step: int, logp: Tensor, running: Tensor) -> Tensor:
@@ -238,14 +244,45 @@ class GenerationState:
         return token
 
     def ended(self, rows: Tensor, step: int, token: Tensor, running: Tensor) -> Tensor:
-        """Rows whose response is complete with the token of this step."""
+        """Rows whose response ends with the end token that they drew in this step."""
         at_eos = self.is_eos[token] & running
         self.reason[rows] = torch.where(at_eos, EOS, self.reason[rows])
+        return at_eos
+
+    def alive(self, rows: Tensor, steps: range, running: Tensor) -> Tensor:
+        """Rows (b,) on the CPU that are still running after these steps; those with a stop string are cut behind it."""
         if not self.config.stop:
-            return at_eos
-        at_stop = self._at_stop(rows, step) & running & ~at_eos
-        self.reason[rows] = torch.where(at_stop, STOP, self.reason[rows])
-        return at_eos | at_stop
+            return running.cpu()
+        # a token has at least one byte, so a string that ends here began within its number of bytes
+        reach = max(len(text.encode()) for text in self.config.stop)
+        first = max(steps.start + 1 - reach, 0)
+        ids = self.ids[first : steps.stop, rows]
+        drawn, at_eos = self.mask[steps.start : steps.stop, rows] > 0, self.is_eos[ids[steps.start - first :]]
+        ids, drawn, alive = to_host([ids, drawn & ~at_eos, running])
+        step, place = torch.nonzero(drawn, as_tuple=True)
+        tails = [
+            ids[max(number + 1 - reach, 0) : number + 1, row].tolist()
+            for number, row in zip((step + steps.start - first).tolist(), place.tolist(), strict=True)
+        ]
+        texts = self.policy.turns.decode(tails) if tails else []
+        ends: dict[int, int] = {}
+        for number, row, text in zip(step.tolist(), place.tolist(), texts, strict=True):
+            if row not in ends and any(stop in text for stop in self.config.stop):
+                ends[row] = steps.start + number + 1
+        if ends:
+            self._cut(rows, ends, steps.stop)
+            alive[list(ends)] = False
+        return alive
+
+    def _cut(self, rows: Tensor, ends: dict[int, int], read: int) -> None:
+        """End the responses of some of the rows at a stop string, after as many tokens, of `read` that are drawn."""
+        found = rows[to_device(torch.tensor(list(ends)), rows.device)]
+        self.reason[found] = STOP
+        lengths = torch.tensor(list(ends.values()))
+        first = int(lengths.min())
+        behind = to_device(torch.arange(first, read)[:, None] >= lengths, rows.device)
+        for table, blank in self.tables:
+            table[first:read, found] = torch.where(behind, blank, table[first:read, found])
 
     def collect(self, prompts: Sequence[Prompt]) -> Samples:
         """The responses to the prompts (B,), padded to the longest."""
@@ -264,32 +301,54 @@ class GenerationState:
             nucleus_mass=kept,
         )
 
-    def _at_stop(self, rows: Tensor, step: int) -> Tensor:
-        # a token has at least one byte, so a string that ends here began within its number of bytes
-        reach = max(len(text.encode()) for text in self.config.stop)
-        tails = self.ids[max(step + 1 - reach, 0) : step + 1, rows].t().tolist()
-        texts = self.policy.turns.decode(tails)
-        found = [any(stop in text for stop in self.config.stop) for text in texts]
-        return torch.tensor(found, device=rows.device)
-
 
 def decode(state: GenerationState, decoder: Decoder, rows: Tensor, budget: Tensor, states: Tensor) -> None:
-    """Draw responses token by token, dropping finished rows from the batch."""
-    running = torch.ones_like(rows, dtype=torch.bool)
-    for step in range(state.config.max_new_tokens):
+    """Draw responses token by token, dropping finished rows from the batch.
+
+    Args:
+        state: of the call.
+        decoder: of the rows.
+        rows: (b,) int64 on the CPU, their numbers.
+        budget: (b,) int64 on the CPU, their maximum lengths.
+        states: (b, H) after their prompts.
+    """
+    last, device = min(state.config.max_new_tokens, max(int(budget.max()), 1)) - 1, state.ids.device
+    every = 1 if device.type == "cpu" else CHECK_EVERY
+    rows, budget = to_device(rows, device), to_device(budget, device)
+    running, first = torch.ones_like(rows, dtype=torch.bool), 0
+    for step in range(last + 1):
         token = state.choose(rows, step, decoder.next_logp(states, state.config.temperature), running)
         running = running & ~state.ended(rows, step, token, running) & (step + 1 < budget)
-        alive = running.cpu()  # the one wait for a GPU at each token
-        left = int(alive.sum())
-        if left == 0 or step + 1 == state.config.max_new_tokens:
+        if step == last and not state.config.stop:
             return
-        # dropping rows copies the caches of all that remain, so it has to pay for itself
-        if left < COMPACT_BELOW * len(running):
-            index = torch.nonzero(alive).flatten()
-            decoder.keep(index)
-            index = to_device(index, rows.device)
-            rows, token, budget, running = rows[index], token[index], budget[index], running[index]
+        if step == last or step + 1 - first == every:
+            alive = state.alive(rows, range(first, step + 1), running)  # the one wait for a GPU
+            if step == last or not alive.any():
+                return
+            first, index = step + 1, kept_rows(alive, every)
+            running = running & to_device(alive, rows.device)
+            # dropping rows copies the caches of all that remain, so it has to pay for itself
+            if index is not None:
+                decoder.keep(index)
+                index = to_device(index, rows.device)
+                rows, token, budget, running = rows[index], token[index], budget[index], running[index]
         states = decoder.advance(state.inputs(rows, step, token))
+
+
+def kept_rows(alive: Tensor, every: int) -> Tensor | None:
+    """Index (n,) of the rows to go on with, given which (b,) are still running; None keeps all.
+
+    On a GPU the number of rows is halved, so that few sizes occur for which a step has to be captured again: rows that
+    have ended fill up the batch.
+    """
+    total, left = len(alive), int(alive.sum())
+    if every == 1:
+        return torch.nonzero(alive).flatten() if left < COMPACT_BELOW * total else None
+    size = total
+    while size > FEW_ROWS and (half := max((size + 1) // 2, FEW_ROWS)) >= left:
+        size = half
+    # running rows first, then others, in the order of the batch
+    return None if size == total else torch.argsort(~alive, stable=True)[:size].sort().values
 
 
 class PolicySampler:
@@ -380,7 +439,7 @@ def _sample_groups(state: GenerationState, prompts: Sequence[Prompt], group: int
     policy, most = state.policy, state.config.batch_rows
     # a prefix with history has to be kept as a whole: one backward pass goes through it
     together = len(prompts) if keep is KeepPrefill.GRAPH else max(most // group, 1)
-    order = list(range(len(prompts)))
+    order, lengths = list(range(len(prompts))), torch.tensor([len(prompt) for prompt in prompts])
     if not policy.reader.joins(policy):  # by length, so that prompts that are read together need little padding
         order.sort(key=lambda number: len(prompts[number]))
     for first in range(0, len(prompts), together):
@@ -392,7 +451,8 @@ def _sample_groups(state: GenerationState, prompts: Sequence[Prompt], group: int
                 numbers = torch.tensor(chosen)[part.numbers.cpu()] * group
                 # whole groups where they fit, so that few prompts are read by two chunks
                 for chunk in torch.arange(len(numbers) * group).split(max(most - most % group, min(most, group))):
-                    _decode_rows(state, part, chunk // group, numbers[chunk // group] + chunk % group)
+                    rows = numbers[chunk // group] + chunk % group
+                    _decode_rows(state, part, chunk // group, rows, lengths[rows // group])
 
 
 def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep: KeepPrefill) -> Prefix:
@@ -404,12 +464,11 @@ def _read_prompts(policy: VlmPolicy, prompts: Sequence[Prompt], keep: KeepPrefil
     return prefix.detach()
 
 
-def _decode_rows(state: GenerationState, part: CachedPart, prompt: Tensor, rows: Tensor) -> None:
-    """Decode the rows (b,) after the prompts `prompt` (b,) of a part; both on the CPU."""
+def _decode_rows(state: GenerationState, part: CachedPart, prompt: Tensor, rows: Tensor, lengths: Tensor) -> None:
+    """Decode the rows (b,) after the prompts `prompt` (b,) of a part, which have these lengths; all on the CPU."""
     policy = state.policy
     decoder = make_decoder(policy, policy.reader, part, prompt)
-    own, rows = to_device(prompt, policy.device), to_device(rows, policy.device)
-    decode(state, decoder, rows, state.budget(rows, part.lengths[own]), part.last_state[own])
+    decode(state, decoder, rows, state.budget(rows, lengths), part.last_state[to_device(prompt, policy.device)])
 
 
 def sample_by(
@@ -432,15 +491,17 @@ def sample_by(
         others: parts of further prefixes of the same prompts.
     """
     state, training = GenerationState(policy, config, len(prompts), uniforms), policy.training
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
     policy.eval()
     try:
         with torch.no_grad():
             own_parts = policy.encode_prefix(prompts).detach().parts
             for parts in zip(own_parts, *others, strict=True):
-                for chunk in torch.arange(len(parts[0].numbers), device=policy.device).split(config.batch_rows):
-                    own, *rest = (part.select(chunk) for part in parts)
+                numbers = parts[0].numbers.cpu()
+                for chunk in torch.arange(len(numbers)).split(config.batch_rows):
+                    own, *rest = (part.select(to_device(chunk, policy.device)) for part in parts)
                     decoder, first = decoder_of(own, *rest)
-                    decode(state, decoder, own.numbers, state.max_positions - own.lengths, first)
+                    decode(state, decoder, numbers[chunk], state.budget(numbers[chunk], lengths[numbers[chunk]]), first)
     finally:
         policy.train(training)
     return state.collect(prompts)
