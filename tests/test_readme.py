@@ -218,9 +218,11 @@ def test_a_chain_of_runs(quick, tmp_path, capsys):
     assert f"report: {papo}/report.html" in out.out
     assert out.out.count("evaluation at step") == 2 * 2 * 2  # runs, splits, ends
     listed = [code(row[0])[0] for row in RUN_FOLDER.table("Run folder")]
-    assert len(listed) == 13
+    assert len(listed) == 14
     for name in listed:
-        assert name in ("failures/", "run.lock", "export/", "earlier/") or (papo / name).exists(), name
+        assert name in ("failures/", "warnings.jsonl", "run.lock", "export/", "earlier/") or (papo / name).exists(), (
+            name
+        )
     assert json.loads((papo / "result.json").read_text())["status"] == "done"
 
     assert main([*rl, "trainer.steps=3", "--resume"]) == 0

@@ -227,7 +227,7 @@ def test_overrides_are_applied_wherever_the_option_is(order, toy_config, recorde
     assert (recorded_train.config.slope, recorded_train.config.trainer.steps) == (2.0, 7)
     assert recorded_train.resume is True
     first, *last = capsys.readouterr().out.splitlines()
-    assert first == f"{toy_config}: recipe toy_recipe:ToyRecipe:ToyConfig, 7 steps, into {toy_config.parent}/run"
+    assert first == f"{toy_config}: toy_recipe:ToyRecipe:ToyConfig, 7 steps, into {toy_config.parent}/run"
     assert last == ["run folder: somewhere", "report: somewhere/report.html"]
 
 

@@ -541,6 +541,8 @@ class TokenRows:
         self._read = 0
         # the column of the current token, where a step that is captured once finds it
         self._column = torch.full((1,), -1, device=keys[0].device) if fixed else None
+        self._far: Tensor | None = None
+        """Mask (N, 1, 1, P) of the prompts' padding."""
         self._near: Tensor | None = None
         """Mask (b, 1, 1, room) of the own columns in this step."""
         self._place(prompt)
@@ -633,8 +635,7 @@ class TokenRows:
         ones = torch.ones(len(prompt), dtype=torch.int64)
         device = self._prompt_keys[0].device
         self._places = response_index(ones, prompt, len(self._prompt_keys[0]), device)
-        self._far: Tensor | None = None
-        """Mask (N, 1, 1, P) of the prompts' padding."""
+        self._far = None
 
 
 def _softmax_part(part: Part) -> tuple[Tensor, Tensor]:

@@ -58,7 +58,7 @@ class FixedLayer(StaticLayer):
         read = layer.get_seq_length() if type(layer) is DynamicSlidingWindowLayer else held
         made = FixedLayer(read + room)
         # as `lazy_initialization` would, which waits for the device
-        made.dtype, made.device = layer.keys.dtype, layer.keys.device
+        made.dtype, made.device = layer.keys.dtype, layer.keys.device  # type: ignore[attr-defined]
         made.batch_size, made.num_heads = layer.keys.shape[:2]
         made.keys, made.values = (functional.pad(x, (0, 0, read - held, room)) for x in (layer.keys, layer.values))
         made.cumulative_length = torch.full((), read, device=made.device)
@@ -67,6 +67,7 @@ class FixedLayer(StaticLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select the states of some rows."""
+        assert self.keys is not None and self.values is not None
         self.keys, self.values = self.keys[indices], self.values[indices]
         self.cumulative_length = self.cumulative_length.clone()  # written in place, and shared with the given layer
 
