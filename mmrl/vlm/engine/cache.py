@@ -67,7 +67,8 @@ class FixedLayer(StaticLayer):
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Select the states of some rows."""
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         self.keys, self.values = self.keys[indices], self.values[indices]
         self.cumulative_length = self.cumulative_length.clone()  # written in place, and shared with the given layer
 
