@@ -55,14 +55,14 @@ def test_a_model_that_keeps_something_outside_of_its_cache_is_found(language_mod
     own = type(policy.reader).advance
     check_behaviour(policy)
 
-    def forgets(self, policy, tokens, part):
-        return own(self, policy, tokens, part) + 1.0
+    def forgets(self, policy, tokens, part, **options):
+        return own(self, policy, tokens, part, **options) + 1.0
 
     monkeypatch.setattr(type(policy.reader), "advance", forgets)
     with pytest.raises(UserError, match="models of type qwen3: states behind a cache differ from those of whole rows"):
         load_policy(ModelConfig(path=str(language_model), attention="eager"))
 
-    def fails(self, policy, tokens, part):
+    def fails(self, policy, tokens, part, **options):
         raise RuntimeError("no such state")
 
     monkeypatch.setattr(type(policy.reader), "advance", fails)
