@@ -96,6 +96,7 @@ PREVIEW = "diffusion.diffusion_plan:preview"
 READER = "diffusion.data.prompts:load_prompts"
 """Functions for `mmrl train --dry-run`."""
 METRICS = {
+    "loss/preference": "Mean loss of a pair of a preferred and a rejected image.",
     "score/<reward>": "Mean of an optimised reward over held-out images.",
     "heldout/<reward>": "Mean over held-out images of a reward that is never optimised.",
     "policy/entropy": "Mean negative log-density of the sampled denoising steps, in nats per number of the latent.",

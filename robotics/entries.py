@@ -65,6 +65,7 @@ BUILDS_ON = "diffusion"
 """Package whose metrics the recipes have too."""
 
 METRICS = {
+    "time/teacher_logp": "Seconds of the teacher's pass over the step's rows before the update.",
     "policy/entropy": "Mean entropy of the policy at the actions, or flows, of the update's groups, in nats.",
     "loss/distillation": "Exact divergence from the teacher, weight included.",
     "distil/divergence": "Mean exact divergence from the teacher, in nats per decision.",

@@ -183,8 +183,10 @@ def convert_gguf(file: Path, folder: Path) -> int:
 
     # its bar over the tensors has no switch of its own
     with quiet_transformers(), contextlib.redirect_stderr(io.StringIO()):
-        loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+        loaded = AutoModelForCausalLM.from_pretrained(
+            file.parent, gguf_file=file.name, dtype=torch.float32, trust_remote_code=False
+        )
+        tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, trust_remote_code=False)
     splitter, weights = dequantised(file, loaded.config.num_attention_heads, loaded.config.num_key_value_heads)
     compare_weights(loaded.state_dict(), weights)
     # transformers refuses to save a model that it read from GGUF, so a plain one takes the weights over

@@ -87,7 +87,11 @@ def test_heads_keep_their_precision_under_autocast(tiny_folders):
     with torch.no_grad():
         expected = policy.next_logp(states, 1.0)
         with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(policy.next_logp(states, 1.0), expected)
+            found = policy.next_logp(states, 1.0)
+    # the products are in the run's precision, the sums over the vocabulary in float32
+    real = expected.isfinite()
+    assert torch.equal(found.isfinite(), real)
+    torch.testing.assert_close(found[real], expected[real], atol=0.1, rtol=0)
 
 
 def test_filter_on_a_reward_that_does_not_exist_is_a_configuration_error(tmp_path, tiny_folders):

@@ -60,8 +60,8 @@ def _answers(wanted: list[dict[str, Any]], model: str, samples: int, longest: in
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
     sampling: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0} if samples > 1 else {"do_sample": False}
     found: list[list[str]] = []
     for start in range(0, len(wanted), max(1, BATCH // samples)):

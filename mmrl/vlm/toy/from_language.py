@@ -93,7 +93,7 @@ def _with_image_tokens(language: str) -> Any:
     """The language model's tokenizer with image tokens and a template that takes images."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(language, extra_special_tokens=SPECIAL)
+    tokenizer = AutoTokenizer.from_pretrained(language, extra_special_tokens=SPECIAL, trust_remote_code=False)
     own, turn = tokenizer.chat_template, [{"role": "user", "content": "Hi"}]
     system = str(tokenizer.apply_chat_template(turn, tokenize=False)).partition("<|im_start|>user")[0]
     chats = [
@@ -135,7 +135,7 @@ def _around(language: str, tokenizer: Any, tower: dict[str, int], seed: int) -> 
     """
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, GenerationConfig
 
-    source = AutoModelForCausalLM.from_pretrained(language, dtype=torch.float32)
+    source = AutoModelForCausalLM.from_pretrained(language, dtype=torch.float32, trust_remote_code=False)
     if source.config.model_type != "llama":
         raise UserError(f"{language} is a {source.config.model_type}; the decoder of a SmolVLM is a llama")
     text = source.config.to_dict() | {"vocab_size": max(len(tokenizer), source.config.vocab_size)}
