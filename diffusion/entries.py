@@ -97,6 +97,14 @@ READER = "diffusion.data.prompts:load_prompts"
 """Functions for `mmrl train --dry-run`."""
 METRICS = {
     "loss/preference": "Mean loss of a pair of a preferred and a rejected image.",
+    "loss/nll_chosen": "Negative log-likelihood of the preferred images, coefficient included.",
+    "rewards/chosen": "Mean implicit reward of the preferred images: beta times the log-ratio to the reference.",
+    "rewards/rejected": "Mean implicit reward of the rejected images.",
+    "rewards/margins": "Mean implicit reward of the preferred images over that of the rejected ones.",
+    "rewards/accuracies": "Share of pairs whose preferred image has the higher implicit reward.",
+    "logps/chosen": "Mean surrogate log-probability of the preferred images.",
+    "logps/rejected": "Mean surrogate log-probability of the rejected images.",
+    "logps/accuracies": "Share of pairs whose preferred image is the likelier one.",
     "score/<reward>": "Mean of an optimised reward over held-out images.",
     "heldout/<reward>": "Mean over held-out images of a reward that is never optimised.",
     "policy/entropy": "Mean negative log-density of the sampled denoising steps, in nats per number of the latent.",
