@@ -18,7 +18,7 @@ NOT_RUN = {"watch", "options", "serve", "list", "demo"}
 """Commands that go on until they are stopped, only print, or have a test of their own."""
 LEARNED = {
     "docs/tutorials/images.md": ("runs/awm", "score/my_rewards.py:right_colour", 0.3),
-    "docs/tutorials/real_model.md": ("runs/my_dates", "accuracy/sampled", 0.2),
+    "docs/tutorials/real_model.md": ("runs/my_guests", "accuracy/sampled", 0.15),
     "docs/tutorials/robot.md": ("runs/ppo", "success/greedy", 0.1),
     "docs/tutorials/screens.md": ("runs/point", "accuracy/greedy", 0.1),
     "docs/tutorials/text.md": ("runs/sort", "accuracy/greedy", 0.5),
