@@ -1,4 +1,4 @@
-"""Short words to draw: pictures to pre-train on, prompts, a judge beside the reader, and the control without a signal.
+"""Short words to draw: pre-training pictures, prompts, a held-out judge, and a control with shuffled rewards.
 
 A picture is one line of 32 x 16 pixels with a word of three letters, white on black. The reward is
 `diffusion.rewards.ocr` with `whole_line`; the held-out judge compares pixels with drawings of the word, so that strokes
@@ -34,7 +34,7 @@ CAPTIONS = tuple(f'the word "{word}"' for word in WORDS)
 FONTS = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansMono-Bold.ttf")
 """Fonts that matplotlib ships."""
 SHIFT_PX = 1
-"""Most pixels by which a word that the judge accepts is off the middle."""
+"""Largest offset from the centre, in pixels, at which the judge still accepts a word."""
 
 
 def word_match(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_: Any) -> list[float]:
