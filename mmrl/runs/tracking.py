@@ -16,6 +16,7 @@ from datetime import timedelta
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
+from weakref import WeakValueDictionary
 
 from mmrl.errors import UserError
 from mmrl.fields import rare
@@ -111,7 +112,7 @@ class ConsoleSink:
             self.bar = _progress_bar(self._console)
             self._task = self.bar.add_task("steps", total=total_steps)
             self.bar.start()
-        _CONSOLES.append(self)
+        _CONSOLES[id(self)] = self
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Move the bar and show those of `COLUMNS` that the run has, and the seconds of each stage."""
@@ -154,8 +155,7 @@ class ConsoleSink:
 
     def close(self) -> None:
         """Take the bar off the screen."""
-        if self in _CONSOLES:
-            _CONSOLES.remove(self)
+        _CONSOLES.pop(id(self), None)
         if self.bar is not None:
             self.bar.stop()
 
@@ -253,7 +253,8 @@ def _parts(names: Collection[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
         yield metric, column, parts
 
 
-_CONSOLES: list[ConsoleSink] = []
+# held weakly: a run that never came to its end, as after an error in a notebook, must not silence the bars of the next
+_CONSOLES: WeakValueDictionary[int, ConsoleSink] = WeakValueDictionary()
 """Consoles of the runs of this process, the latest last."""
 
 
@@ -267,11 +268,12 @@ def progress(unit: str, total: int) -> Iterator[Callable[[int], None]]:
     from rich.console import Console
 
     console = Console()
-    if not (_CONSOLES[-1].bar is not None if _CONSOLES else console.is_terminal):
+    runs = list(_CONSOLES.values())
+    if not (runs[-1].bar is not None if runs else console.is_terminal):
         yield lambda count: None
         return
     # two live displays on one terminal would draw over each other
-    running = _CONSOLES[-1].bar if _CONSOLES else None
+    running = runs[-1].bar if runs else None
     with nullcontext(running) if running is not None else _progress_bar(console) as bar:
         task = bar.add_task(unit, total=total)
         try:

@@ -1,10 +1,12 @@
 """The evaluation driver: batches, order, several protocols, rows on disk, intervals."""
 
+import gc
 import io
 import json
 import math
 from types import SimpleNamespace
 from unittest import mock
+from weakref import WeakValueDictionary
 
 import numpy as np
 import pytest
@@ -80,6 +82,7 @@ class Terminal(io.StringIO):
 @pytest.mark.parametrize("stream", [Terminal, io.StringIO])
 def test_evaluations_show_a_bar_on_a_terminal_alone(training, stream, monkeypatch):
     """Under that of the run, as two live displays on one terminal are refused or draw over each other."""
+    monkeypatch.setattr("mmrl.runs.tracking._CONSOLES", WeakValueDictionary())
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setenv("COLUMNS", "100")
     out = stream()
@@ -94,6 +97,17 @@ def test_evaluations_show_a_bar_on_a_terminal_alone(training, stream, monkeypatc
     shown = stream is Terminal and training != "quiet"
     assert ("evaluation, tasks" in out.getvalue()) == shown
     assert started.call_count == (shown and training is None)
+
+
+def test_a_run_that_never_ended_does_not_silence_the_bars_of_later_ones(monkeypatch):
+    monkeypatch.setattr("mmrl.runs.tracking._CONSOLES", WeakValueDictionary())
+    ConsoleSink(4, quiet=True)
+    gc.collect()
+    out = Terminal()
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sys.stdout", out)
+    evaluate(Squares())
+    assert "evaluation, tasks" in out.getvalue()
 
 
 def test_without_tasks_nothing_is_run():
