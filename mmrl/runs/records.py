@@ -11,6 +11,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self, TextIO
@@ -429,12 +430,14 @@ class LoggedWarnings(logging.Handler):
         """Keep a warning."""
         if getattr(record, KEPT, False):
             return
-        try:
-            # `form`: the message before values are filled in, by which those of one kind are counted together
-            row = {"step": self._step(), "kind": "logged", "message": record.getMessage(), "form": str(record.msg)}
-            self._early.append(row) if self._folder is None else self._write(row)
-        except Exception:  # such as a full disk, which must not end the run
-            self.handleError(record)
+        # `form`: the message before values are filled in, by which those of one kind are counted together
+        row = {"step": self._step(), "kind": "logged", "message": record.getMessage(), "form": str(record.msg)}
+        if self._folder is None:
+            self._early.append(row)
+            return
+        # a full disk must not end the run; the console shows the warning
+        with suppress(OSError):
+            self._write(row)
 
     def _write(self, row: dict[str, Any]) -> None:
         assert self._folder is not None

@@ -174,3 +174,11 @@ def test_what_is_logged_during_a_run_is_kept_and_counted_once(tmp_path):
         logger.warning("of the resumed run")
     assert read_warnings(tmp_path)[-1] == "of the resumed run"
     assert len(read_warnings(tmp_path)) == 4
+
+
+def test_a_warning_that_cannot_be_kept_neither_ends_the_run_nor_prints_a_traceback(tmp_path, capsys):
+    (tmp_path / "warnings.jsonl").mkdir()
+    with LoggedWarnings() as logged:
+        logged.write_to(tmp_path, keep=True)
+        logging.getLogger("mmrl").error("disk full")
+    assert capsys.readouterr().err == ""

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.files import write_atomically
+from mmrl.hub.packaged import resolve_packaged
 from mmrl.rewards.reward_loading import load_function
 
 BATCH = 64
@@ -29,7 +30,7 @@ def build_answered(
     Args:
         path: JSONL file to write; the columns of `rows` and completion.
         rows: JSONL file with the column question.
-        model: folder of a language model.
+        model: folder of a language model, or the name of a packaged one.
         count: answers that are sampled; with `samples` of a row from count / samples rows.
         samples: answers of each row; 1 takes the likeliest one, more are sampled at temperature 1.
         max_new_tokens: longest answer; one that is cut is left out.
@@ -59,6 +60,7 @@ def _answers(wanted: list[dict[str, Any]], model: str, samples: int, longest: in
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    model = resolve_packaged(model)
     torch.manual_seed(seed)
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
