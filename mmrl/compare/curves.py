@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from mmrl.compare.experiment import ExperimentConfig
 from mmrl.compare.plans import RunPlan, is_finished
+from mmrl.errors import did_you_mean
 from mmrl.runs.tracking import read_evaluations, read_metrics
 
 
@@ -35,8 +36,8 @@ def evaluations(experiment: ExperimentConfig, plan: RunPlan) -> list[dict[str, A
 def last_value(experiment: ExperimentConfig, plan: RunPlan, metric: str) -> float | None:
     """A metric at a finished run's last evaluation, or at its first if the arm asks for that.
 
-    A secondary metric may also come from its last step, or as `split/name` from another task set. The compared metric
-    is the mean over the steps if `metric_over` says so.
+    A secondary metric may also come from its last step, which an arm that reads the start does not have, or as
+    `split/name` from another task set. The compared metric is the mean over the steps if `metric_over` says so.
     """
     if not is_finished(plan):
         return None
@@ -49,7 +50,8 @@ def last_value(experiment: ExperimentConfig, plan: RunPlan, metric: str) -> floa
         split, _, name = metric.partition("/")
         others = [record for record in _all_evaluations(plan) if record.get("split") == split]
         sources += [(record, name) for record in others[counted]]
-        sources += [(record, metric) for record in read_metrics(plan.run_dir)[-1:]]
+        if plan.reads != "start":
+            sources += [(record, metric) for record in read_metrics(plan.run_dir)[-1:]]
     for record, key in sources:
         value = record.get(key)
         if isinstance(value, int | float) and math.isfinite(value):
@@ -61,6 +63,17 @@ def last_values(experiment: ExperimentConfig, plans: Mapping[int, RunPlan], metr
     """Seed to `last_value`; seeds without one are absent."""
     found = {seed: last_value(experiment, plan, metric) for seed, plan in plans.items()}
     return {seed: value for seed, value in found.items() if value is not None}
+
+
+def absent_metrics(experiment: ExperimentConfig, plans: Mapping[str, Mapping[int, RunPlan]]) -> Iterator[str]:
+    """Yield a line for each secondary metric that no finished run has, with the nearest name that they have."""
+    finished = [plan for by_seed in plans.values() for plan in by_seed.values() if is_finished(plan)]
+    for metric in experiment.secondary_metrics if finished else ():
+        if all(last_value(experiment, plan, metric) is None for plan in finished):
+            rows = [*evaluations(experiment, finished[0])[-1:], *read_metrics(finished[0].run_dir)[-1:]]
+            names = {f"{row['split']}/{name}" for row in _all_evaluations(finished[0]) for name in row}
+            hint = did_you_mean(metric, names.union(*rows))
+            yield f"no finished run has the secondary metric '{metric}'; {hint}".rstrip(" ;")
 
 
 def work_metric(experiment: ExperimentConfig) -> tuple[str, bool]:

@@ -42,12 +42,15 @@ class ArmConfig:
     config: str | None = None
     """Configuration file; null takes the experiment's `base`."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Values that this arm changes, by dotted key; {output_dir} in a text is the output folder."""
+    """Values that this arm changes, by dotted key; {output_dir} in a text is the output folder, {seed} the run's seed,
+    which gives an arm other data at each seed."""
     metrics: dict[str, str] = field(default_factory=dict)
     """Names of the experiment's metrics in runs of this arm, if its recipe names them differently."""
     runs_of: str | None = None
     """Another arm whose runs this one reads, with its own `metrics`, such as a rule that every run measures in addition
     to what it trains; nothing is run for this arm."""
+    value_of: str | None = None
+    """Another arm whose value of the swept parameter this one takes, as a control without a signal to tune by does."""
     reads: str = choice("end", ("end", "start"))
     """Evaluation of its runs that counts: end, the last one, or start, the one before any update; with `runs_of` an arm
     that represents the start."""
@@ -271,6 +274,10 @@ class ExperimentConfig:
         """Arm whose runs an arm reads: its own, or those of `runs_of`."""
         return self.arm(name).runs_of or name
 
+    def tuned(self, name: str) -> str:
+        """Arm whose sweep chooses an arm's value: its own, or that of `value_of`."""
+        return self.arm(self.source(name)).value_of or self.source(name)
+
     def _check_arms(self) -> None:
         # one arm has nothing to be compared with
         if len(self.arms) < 2:
@@ -281,6 +288,7 @@ class ExperimentConfig:
             if problem := label_problem(arm):
                 raise ValueError(f"arm name '{arm:.130}' is a folder name; {problem}")
             self._check_runs_of(arm)
+            self._check_value_of(arm)
             if self.arm(self.source(arm)).config is None and self.base is None:
                 raise ValueError(f"arm '{arm}' has no `config` and there is no `base`")
         if self.baseline not in self.arms:
@@ -300,6 +308,18 @@ class ExperimentConfig:
         if not settings.metrics and settings.reads == "end":
             difference = "say with which `metrics` it differs, or `reads: start`"
             raise ValueError(f"arm '{arm}' reads runs of '{settings.runs_of}'; {difference}")
+
+    def _check_value_of(self, arm: str) -> None:
+        named = self.arm(arm).value_of
+        if named is None:
+            return
+        if self.sweep is None or self.sweep.shared:
+            raise ValueError(f"arms.{arm}.value_of needs a `sweep` that is not shared")
+        tuned = [name for name in self.arms if self.arm(name).value_of is self.arm(name).runs_of is None]
+        if named not in tuned or self.arm(arm).runs_of is not None:
+            raise ValueError(
+                f"arms.{arm}.value_of is '{named}'; arms that have a sweep of their own: {', '.join(tuned)}"
+            )
 
     def _check_sweep(self) -> None:
         if self.sweep is None:
@@ -389,28 +409,36 @@ def as_file(experiment: ExperimentConfig) -> dict[str, Any]:
     return written
 
 
-def dotted_overrides(values: Mapping[str, Any], output_dir: Path, prefix: str = "") -> list[str]:
+def dotted_overrides(
+    values: Mapping[str, Any], output_dir: Path, seed: int | None = None, prefix: str = ""
+) -> list[str]:
     """Command-line form of nested values, which are written as in a configuration file."""
     from mmrl.config import as_override
 
     found = []
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
-            found += dotted_overrides(value, output_dir, f"{prefix}{key}.")
+            found += dotted_overrides(value, output_dir, seed, f"{prefix}{key}.")
         else:
-            found.append(as_override(f"{prefix}{key}", _placed(value, output_dir)))
+            found.append(as_override(f"{prefix}{key}", _placed(value, output_dir, seed)))
     return found
 
 
-def _placed(value: Any, output_dir: Path) -> Any:
-    """A value with the experiment's folder for `{output_dir}` in its texts."""
+def _placed(value: Any, output_dir: Path, seed: int | None) -> Any:
+    """A value with the experiment's folder for `{output_dir}` in its texts, and the run's seed for `{seed}`."""
     from mmrl.config import escaped
 
     if isinstance(value, Mapping):
-        return {key: _placed(part, output_dir) for key, part in value.items()}
+        return {key: _placed(part, output_dir, seed) for key, part in value.items()}
     if isinstance(value, list):
-        return [_placed(part, output_dir) for part in value]
-    return value.replace("{output_dir}", escaped(str(output_dir))) if isinstance(value, str) else value
+        return [_placed(part, output_dir, seed) for part in value]
+    if not isinstance(value, str):
+        return value
+    if seed is not None:
+        if value == "{seed}":
+            return seed
+        value = value.replace("{seed}", str(seed))
+    return value.replace("{output_dir}", escaped(str(output_dir)))
 
 
 def _all_overrides(experiment: ExperimentConfig) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.compare.experiment import ExperimentConfig, dotted_overrides
-from mmrl.config import load_omega
+from mmrl.config import given_values, load_omega
 from mmrl.errors import UserError
 from mmrl.files import LARGEST_YAML, read_file, read_json_object, shortened_name, write_atomically
 from mmrl.runs.folder import FINISHED, owner_of
@@ -66,13 +66,13 @@ def plan_arm_run(
     """One run of one arm."""
     metrics, reads, arm = experiment.arm(arm).metrics, experiment.arm(arm).reads, experiment.source(arm)
     settings = experiment.arm(arm)
-    overrides = dotted_overrides({**experiment.overrides, **settings.overrides}, output_dir)
+    overrides = dotted_overrides({**experiment.overrides, **settings.overrides}, output_dir, seed)
     label = f"runs/{arm}/seed-{seed}"
     if experiment.sweep is not None:
         overrides += dotted_overrides({experiment.sweep.parameter: value}, output_dir)
         if sweeping:
             label = sweep_label(arm, value, seed)
-            overrides += dotted_overrides(experiment.sweep.overrides, output_dir)
+            overrides += dotted_overrides(experiment.sweep.overrides, output_dir, seed)
     config = Path(str(settings.config or experiment.base))
     return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label, metrics, reads)
 
@@ -90,7 +90,7 @@ def plan_sweep(
     sweep = experiment.sweep
     if sweep is None:
         return []
-    values = values or dict.fromkeys(running_arms(experiment), sweep.values)
+    values = values or dict.fromkeys(tuned_arms(experiment), sweep.values)
     return [
         plan_arm_run(experiment, output_dir, arm, seed, value, sweeping=True)
         for seed in sweep.seeds
@@ -106,15 +106,19 @@ def running_arms(experiment: ExperimentConfig) -> list[str]:
     return [arm for arm in experiment.arms if experiment.source(arm) == arm]
 
 
+def tuned_arms(experiment: ExperimentConfig) -> list[str]:
+    """Arms that have runs of the sweep."""
+    return [arm for arm in running_arms(experiment) if experiment.tuned(arm) == arm]
+
+
 def plan_lines(experiment: ExperimentConfig) -> Iterator[str]:
     """Yield how many runs an experiment has, their time on one core, and which difference would matter."""
-    arms, sweep = len(running_arms(experiment)), experiment.sweep
-    runs = arms * len(experiment.seeds)
-    tried = 0 if sweep is None else arms * len(sweep.values) * len(sweep.seeds)
+    sweep = experiment.sweep
+    runs = len(running_arms(experiment)) * len(experiment.seeds)
+    tried = 0 if sweep is None else len(tuned_arms(experiment)) * len(sweep.values) * len(sweep.seeds)
     text = f"plan: {len(experiment.prepare)} preparation(s), {tried} runs of the sweep, {runs} of the comparison"
     if experiment.run_minutes is not None:
-        minutes = experiment.prepare_minutes + experiment.run_minutes * (runs + tried * _sweep_share(experiment))
-        text += f"; about {minutes / 60:.1f} CPU hours"
+        text += f"; about {planned_minutes(experiment, runs, tried) / 60:.1f} CPU hours"
         if sweep is not None and sweep.extend:
             each = experiment.run_minutes * _sweep_share(experiment) * len(sweep.seeds)
             text += f", and {each:.2g} minutes for each value beyond an edge"
@@ -123,12 +127,19 @@ def plan_lines(experiment: ExperimentConfig) -> Iterator[str]:
         yield f"margin: a difference in {experiment.metric} matters from {experiment.margin:g} on"
 
 
+def planned_minutes(experiment: ExperimentConfig, runs: int, tried: int) -> float:
+    """Minutes of one core for the preparations, and for so many runs of the comparison and of the sweep."""
+    return experiment.prepare_minutes + (experiment.run_minutes or 0.0) * (runs + tried * _sweep_share(experiment))
+
+
 def _sweep_share(experiment: ExperimentConfig) -> float:
-    """Length of the sweep's runs as a share of the comparison's, by their numbers of steps."""
-    short = {} if experiment.sweep is None else experiment.sweep.overrides
-    given = [dotted_overrides(overrides, Path()) for overrides in (experiment.overrides, short)]
-    steps = [float(text.partition("=")[2]) for texts in given for text in texts if text.startswith("trainer.steps=")]
-    return steps[1] / steps[0] if len(steps) == 2 else 1.0
+    """Length of a run of the sweep as a share of one of the comparison, by their numbers of steps."""
+    if experiment.sweep is None:
+        return 1.0
+    arm, value = tuned_arms(experiment)[0], experiment.sweep.values[0]
+    plans = [plan_arm_run(experiment, Path(), arm, 0, value, sweeping) for sweeping in (True, False)]
+    steps = [given_values(plan.config, plan.overrides).get("trainer", {}).get("steps") for plan in plans]
+    return float(steps[0] / steps[1]) if all(steps) else 1.0
 
 
 def _effective(overrides: Sequence[str]) -> list[str]:

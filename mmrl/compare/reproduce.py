@@ -15,6 +15,7 @@ from pathlib import Path
 
 from mmrl.compare.evidence import UNITS, EvidenceConfig, FindingConfig, signed
 from mmrl.compare.experiment import ArmConfig, ExperimentConfig, FigureConfig, as_file, load_experiment
+from mmrl.compare.plans import planned_minutes
 from mmrl.compare.run import CommandBuilder, run_experiment, train_command
 from mmrl.compare.summary import summarise
 from mmrl.errors import RunError, UserError, did_you_mean
@@ -67,7 +68,7 @@ def minutes(experiment: ExperimentConfig, findings: Sequence[FindingConfig], see
     runs = {experiment.source(arm) for arm in _arms(experiment, findings)}
     sweep = experiment.sweep
     tried = len(sweep.seeds) * len(sweep.values) if sweep and not runs <= evidence.chosen.keys() else 0
-    return experiment.prepare_minutes + len(runs) * (seeds + tried) * (experiment.run_minutes or 1.0)
+    return planned_minutes(experiment, len(runs) * seeds, len(runs) * tried)
 
 
 def listed(folder: Path = EXPERIMENTS) -> list[str]:
@@ -111,11 +112,14 @@ def smaller(experiment: ExperimentConfig, findings: Sequence[FindingConfig], see
     fresh = [seed for seed in range(FIRST_SEED, FIRST_SEED + seeds + len(used)) if seed not in used][:seeds]
     swept = bool(sweep) and not set(map(experiment.source, _arms(experiment, findings))) <= evidence.chosen.keys()
     arms: dict[str, ArmConfig | None] = {}
-    for arm in dict.fromkeys(itertools.chain(*((experiment.source(arm), arm) for arm in _arms(experiment, findings)))):
+    about = dict.fromkeys(itertools.chain(*((experiment.source(arm), arm) for arm in _arms(experiment, findings))))
+    for arm in about:
         settings = experiment.arm(arm)
         if sweep is not None and not swept and settings.runs_of is None:
-            settings = replace(settings, overrides={**settings.overrides, sweep.parameter: evidence.chosen[arm]})
-        arms[arm] = settings
+            overrides = {**settings.overrides, sweep.parameter: evidence.chosen[arm]}
+            settings = replace(settings, overrides=overrides)
+        # without the arm that it would follow, an arm has a sweep of its own
+        arms[arm] = replace(settings, value_of=settings.value_of if swept and settings.value_of in about else None)
     labels = {arm: label for arm, label in experiment.figure.labels.items() if arm in arms}
     metrics = dict.fromkeys(found.metric for found in findings if found.metric and found.metric != experiment.metric)
     return replace(

@@ -27,6 +27,7 @@ from types import FrameType
 from typing import Any
 
 from mmrl.compare import plans as run_status
+from mmrl.compare.curves import absent_metrics
 from mmrl.compare.experiment import ExperimentConfig, load_experiment
 from mmrl.compare.figures import draw
 from mmrl.compare.plans import RunPlan, forget_digests, plan_arm_run, plan_lines, plan_preparations, plan_sweep
@@ -271,7 +272,7 @@ def run_experiment(
                 session.sweep()
                 session.compare()
     comparison = session.summary("done")
-    for line in comparison_lines(comparison):
+    for line in (*comparison_lines(comparison), *absent_metrics(experiment, plan_comparison(experiment, folder))):
         session.announce(line)
     has_pairs = any(difference.n for difference in comparison.differences.values())
     earlier = (folder / "comparison.json").exists()

@@ -25,7 +25,7 @@ from mmrl.compare.curves import (
     work_metric,
 )
 from mmrl.compare.experiment import BASELINE_FINAL, ExperimentConfig
-from mmrl.compare.plans import RunPlan, failure_of, is_finished, plan_arm_run, plan_sweep, running_arms
+from mmrl.compare.plans import RunPlan, failure_of, is_finished, plan_arm_run, plan_sweep, tuned_arms
 from mmrl.compare.results import (
     ArmResult,
     CollapseArm,
@@ -103,11 +103,10 @@ def sweep_result(experiment: ExperimentConfig, folder: Path) -> SweepResult | No
     if sweep is None:
         return None
     metric = sweep.metric or experiment.metric
-    arms = {arm: _sweep_rows(experiment, folder, arm, metric) for arm in running_arms(experiment)}
+    arms = {arm: _sweep_rows(experiment, folder, arm, metric) for arm in tuned_arms(experiment)}
     joint = _mean_rows(arms) if sweep.shared else []
     best = {arm: _best_value(joint or rows, experiment.higher_is_better) for arm, rows in arms.items()}
-    # the value of the arm whose runs are read
-    chosen = {arm: best[experiment.source(arm)] for arm in experiment.arms}
+    chosen = {arm: best[experiment.tuned(arm)] for arm in experiment.arms}
     return SweepResult(
         parameter=sweep.parameter,
         seeds=sweep.seeds,

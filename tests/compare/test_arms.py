@@ -18,6 +18,10 @@ def test_split_and_secondary_metrics(lab):
     assert secondary["n"]["mean"] == 9
     assert secondary["policy/entropy"]["values"] == {"1": 2.0, "2": 3.0, "3": 4.0}
     assert secondary["missing"]["n"] == 0
+    assert "no finished run has the secondary metric 'missing'" in lab.lines
+    lab.run(split="hard", secondary_metrics=["optim/entropy"])
+    hint = "did you mean 'policy/entropy'?"
+    assert f"no finished run has the secondary metric 'optim/entropy'; {hint}" in lab.lines
 
 
 def test_a_secondary_metric_of_another_task_set(lab):
@@ -54,9 +58,12 @@ def test_an_arm_may_represent_the_start(lab, monkeypatch):
     whole = figures.comparison_figure
     monkeypatch.setattr(figures, "comparison_figure", lambda *views: drawn.append(views[1]) or whole(*views))
     arms = {"start": {"runs_of": "papo", "reads": "start"}, "papo": {"overrides": {"gain": 0.05}}, "grpo": {}}
-    result = lab.run(arms=arms, split="test", secondary_metrics=["hard/accuracy/greedy"])
+    result = lab.run(arms=arms, split="test", secondary_metrics=["hard/accuracy/greedy", "policy/entropy"])
     assert result["arms"]["start"]["values"] == pytest.approx({"1": 0.1, "2": 0.1, "3": 0.1})
     assert result["arms"]["start"]["secondary"]["hard/accuracy/greedy"]["mean"] == pytest.approx(0.0)
+    # that of the last step belongs to the trained policy
+    assert result["arms"]["start"]["secondary"]["policy/entropy"]["n"] == 0
+    assert result["arms"]["papo"]["secondary"]["policy/entropy"]["n"] == 3
     assert result["arms"]["papo"]["values"]["1"] == pytest.approx(0.56)
     assert not (lab.output / "runs/start").exists()
     assert [len(steps) for steps, _ in drawn[-1]["start"]] == [1, 1, 1]

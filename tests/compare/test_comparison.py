@@ -500,6 +500,11 @@ def test_a_comparison_with_a_margin_has_a_verdict_for_each_arm(lab):
     first, second = plan_lines(lab.experiment(margin=0.03, **plan))
     assert first == "plan: 0 preparation(s), 4 runs of the sweep, 4 of the comparison; about 1.3 CPU hours"
     assert second == "margin: a difference in heldout/eye matters from 0.03 on"
+    # the whole runs' steps are those of the configuration
+    (lab.folder / "base.yaml").write_text("recipe: awm\ntrainer: {steps: 30}\n")
+    short = {**plan, "sweep": {**plan["sweep"], "overrides": {"trainer.steps": 15}}}
+    (line,) = plan_lines(lab.experiment(**short))
+    assert line.endswith("about 1.0 CPU hours")
 
 
 def test_the_verdict_of_a_finding_is_that_of_its_margin(lab):

@@ -80,6 +80,14 @@ def test_nested_and_dotted_keys_are_the_same(lab):
     assert nested.overrides == ("a.b=1", "a.c=2", "seed=1")
 
 
+def test_an_arm_may_have_other_data_at_each_seed(lab):
+    changes = {"data": {"path": "{output_dir}/kept-{seed}.jsonl", "build_options": {"seed": "{seed}"}}}
+    experiment = load_experiment(lab.write(arms={"papo": {"overrides": changes}, "grpo": None}))
+    found = OmegaConf.from_dotlist(list(plan_arm_run(experiment, lab.output, "papo", 2).overrides))
+    assert found.data.path == str(lab.output / "kept-2.jsonl")
+    assert found.data.build_options.seed == 2
+
+
 def test_the_real_command_trains_with_the_overrides(lab):
     plan = plan_arm_run(load_experiment(lab.write()), lab.output, "papo", 2)
     command = train_command(plan, resume=True)

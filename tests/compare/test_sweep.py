@@ -54,6 +54,29 @@ def test_a_sweep_that_cannot_go_on_says_so(lab, change):
         lab.run(sweep={"values": [0.1, 1.0], "seeds": [11], "extend": 1, **change}, seeds=[1])
 
 
+def test_a_control_takes_the_value_that_another_arm_was_tuned_to(lab):
+    """Tuned by itself, an arm without a signal takes the rate that changes least."""
+    arms = {"papo": {"overrides": {"best": 0.005}}, "grpo": {}, "control": {"value_of": "papo"}}
+    sweep = {"values": [0.001, 0.01], "seeds": [11]}
+    result = lab.run(arms=arms, sweep=sweep, seeds=[1, 2])
+    assert result["sweep"]["chosen"] == {"papo": 0.001, "grpo": 0.01, "control": 0.001}
+    assert result["arms"]["control"]["chosen"] == {"trainer.learning_rate": 0.001}
+    assert set(result["sweep"]["arms"]) == {"papo", "grpo"}
+    assert not (lab.output / "sweep/control").exists()
+    assert "plan: 0 preparation(s), 4 runs of the sweep, 6 of the comparison" in lab.lines
+
+
+@pytest.mark.parametrize(
+    ("control", "sweep"),
+    [("papo", None), ("nobody", {}), ("control", {}), ("other", {}), ("papo", {"shared": True})],
+)
+def test_an_arm_that_cannot_take_a_value_says_so(lab, control, sweep):
+    arms = {"papo": {}, "grpo": {}, "control": {"value_of": control}, "other": {"value_of": "papo"}}
+    sweep = None if sweep is None else {"values": [0.1, 1.0], "seeds": [11], **sweep}
+    with pytest.raises(UserError, match=r"arms\.(control|other)\.value_of"):
+        lab.run(arms=arms, sweep=sweep)
+
+
 def test_runs_of_the_sweep_may_be_shorter(lab):
     sweep = {"values": [0.001, 0.01], "seeds": [11], "overrides": {"trainer": {"steps": 1}}}
     result = lab.run(sweep=sweep, seeds=[1, 2], overrides={"trainer.steps": 3})

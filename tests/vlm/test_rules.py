@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from mmrl.errors import UserError
 from mmrl.vlm.toy.answered import build_answered
 from mmrl.vlm.toy.rules import RULES, TOPICS, WORDS, build_rules, follows_rules
 from mmrl.vlm.toy.tiny_generic import build_tiny_generic
@@ -29,25 +30,24 @@ def rows_of(file):
 
 @pytest.mark.parametrize(("rule", "value", "right", "wrong"), CASES, ids=lambda case: str(case)[:12])
 def test_each_rule_is_checked(rule, value, right, wrong):
-    scores = follows_rules(["", ""], [right, wrong], rules=[[rule]] * 2, values=[[value]] * 2)
+    scores = follows_rules(["", ""], [right, wrong], topic=["the sea"] * 2, rules=[[rule]] * 2, values=[[value]] * 2)
     assert scores == [1.0, 0.0]
 
 
 def test_every_rule_has_a_case_and_none_is_earned_by_saying_nothing():
     assert {case[0] for case in CASES} == set(RULES)
-    empty = ["", "a b", "one line here today\nand another line here"]
-    rules, values = [["lowercase", "no_comma"]] * 3, [[None, None]] * 3
-    assert follows_rules(empty, empty, rules=rules, values=values) == [0.0, 0.0, 0.0]
-    half = {"rules": [["at_most", "no_comma"]], "values": [[9, None]]}
-    assert follows_rules([""], ["One line here, and today."], **half) == [0.5]
+    empty = ["", "a train", "trains are here today\nand another line here", "a a a a", "strained and calm faces"]
+    rules, values = [["lowercase", "no_comma"]] * 5, [[None, None]] * 5
+    assert follows_rules(empty, empty, topic=["trains"] * 5, rules=rules, values=values) == [0.0] * 5
+    half = {"topic": ["an old house"], "rules": [["at_most", "no_comma"]], "values": [[9, None]]}
+    assert follows_rules([""], ["Two Houses here, and today."], **half) == [0.5]
 
 
-def test_topics_words_and_pairs_of_rules_are_held_out(tmp_path):
+def test_topics_and_words_are_held_out(tmp_path):
     train, test = (
         rows_of(build_rules(tmp_path / f"{split}.jsonl", count=800, rules=2, split=split, seed=1))
         for split in ("train", "test")
     )
-    assert not {row["kind"] for row in train} & {row["kind"] for row in test}
     said = [" ".join(row["question"] for row in rows) for rows in (train, test)]
     for values in (TOPICS.split(", "), [f'"{word}"' for word in WORDS.split()]):
         uses = [{value for value in values if value in text} for text in said]
@@ -63,33 +63,46 @@ def test_topics_words_and_pairs_of_rules_are_held_out(tmp_path):
     assert {row["kind"] for row in alone} == set(RULES)
 
 
-def long_enough(prompts, completions, *, least, **_):
+def long_enough(completions, *, least, **_):
     return [float(len(text) >= number) for text, number in zip(completions, least, strict=True)]
 
 
 def test_rows_are_answered_by_a_model(tmp_path):
-    """Greedy ones are transformers' own; sampled ones are those that the function accepts."""
+    """Greedy ones are transformers' own; sampled ones are those that the reward accepts, of other questions by seed."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     folder = build_tiny_generic(tmp_path / "tiny", corpus=["say one two three four"], hidden=32, layers=1)
+    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
     rows = [{"question": f"say {word}", "least": least} for word in ("one", "two") for least in (0, 10**6)]
     (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    options = {"rows": str(tmp_path / "rows.jsonl"), "model": str(folder), "max_new_tokens": 12}
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
-    expected = []
-    for row in rows:
+    options = {"questions": {"path": str(tmp_path / "rows.jsonl")}, "model": str(folder), "max_new_tokens": 12}
+
+    def said(row):
         chat = [{"role": "user", "content": row["question"]}]
         ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
-        said = model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
-        if tokenizer.eos_token_id in said.tolist():
-            expected.append({**row, "completion": tokenizer.decode(said, skip_special_tokens=True)})
-    if expected:
-        assert rows_of(build_answered(tmp_path / "greedy.jsonl", **options)) == expected
-    accepts = "tests.vlm.test_rules:long_enough"
+        return model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids["input_ids"].shape[1] :]
+
+    # a second way to end a turn, as in models whose generation_config lists several
+    ends = model.generation_config.eos_token_id = [tokenizer.eos_token_id, int(said(rows[0])[2])]
+    model.generation_config.save_pretrained(folder)
+    found = [(row["least"], said(row)) for row in rows]
+    expected = [(least, tokenizer.decode(ids, skip_special_tokens=True)) for least, ids in found if ids[-1] in ends]
+    assert expected
+    answered = rows_of(build_answered(tmp_path / "greedy.jsonl", count=4, **options))
+    assert sorted((row["least"], row["completion"]) for row in answered) == sorted(expected)
+    accepts = {"name": "long", "function": "tests.vlm.test_rules:long_enough", "isolate": False}
     kept = rows_of(build_answered(tmp_path / "kept.jsonl", count=64, samples=16, accepts=accepts, **options))
     assert 0 < len(kept) <= 32
     assert {row["least"] for row in kept} == {0}
-    one = tmp_path / "one.jsonl"
-    one.write_text(json.dumps(rows[1]) + "\n")
-    with pytest.raises(ValueError, match="accepts none of the 16 answers"):
-        build_answered(tmp_path / "none.jsonl", count=16, samples=16, accepts=accepts, **options | {"rows": str(one)})
+    few = {"count": 64, "samples": 64, **options}
+    drawn = [rows_of(build_answered(tmp_path / f"{seed}.jsonl", seed=seed, **few))[0] for seed in range(6)]
+    assert {row["prompt"] for row in drawn} == {"say one", "say two"}
+    unable = {**accepts, "function": "tests.vlm.test_rules:never"}
+    with pytest.raises(UserError, match="none of 64 answers"):
+        build_answered(tmp_path / "none.jsonl", count=64, samples=16, accepts=unable, **options)
+    with pytest.raises(UserError, match="count is 8 and samples 16; there are 4 questions"):
+        build_answered(tmp_path / "few.jsonl", count=8, samples=16, **options)
+
+
+def never(completions, **_):
+    return [0.0] * len(completions)

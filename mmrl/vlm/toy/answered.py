@@ -2,79 +2,94 @@
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mmrl.files import write_atomically
-from mmrl.hub.packaged import resolve_packaged
-from mmrl.rewards.reward_loading import load_function
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.rewards import RewardConfig, RewardSum, TrainerState
+from mmrl.training.processes import make_generator
+from mmrl.vlm.critic.questions import load_source, question_text, write_questions
+from mmrl.vlm.data.task import VlmTask, score_texts
+from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
+from mmrl.vlm.model.model_config import FrozenModelConfig
 
 BATCH = 64
-"""Rows answered at a time."""
+"""Answers written at a time."""
 
 
 def build_answered(
     path: str | Path,
     *,
-    rows: str,
+    questions: Mapping[str, Any],
     model: str,
     count: int = 256,
     samples: int = 1,
     max_new_tokens: int = 40,
-    accepts: str = "",
+    accepts: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write the first rows of a file with a model's answers as their completions.
+    """Write questions of a data set with a model's answers as their completions.
+
+    An answer that is cut at `max_new_tokens` is left out.
 
     Args:
-        path: JSONL file to write; the columns of `rows` and completion.
-        rows: JSONL file with the column question.
-        model: folder of a language model, or the name of a packaged one.
-        count: answers that are sampled; with `samples` of a row from count / samples rows.
-        samples: answers of each row; 1 takes the likeliest one, more are sampled at temperature 1.
-        max_new_tokens: longest answer; one that is cut is left out.
-        accepts: `module:function` of a reward; answers that it gives less than 1 are left out. Empty keeps all.
-        seed: of the samples.
-
-    Returns:
-        The file.
+        path: JSONL file to write; columns prompt, images, completion and those of the questions.
+        questions: options of a data set, as in `data` of a configuration.
+        model: folder or name of the model that answers.
+        count: answers that are written, to count / samples questions.
+        samples: answers to a question; 1 takes the likeliest one, more are sampled at temperature 1.
+        max_new_tokens: the longest answer.
+        accepts: options of a reward, as in `rewards` of a configuration; answers that it gives less than 1 are left
+            out. None keeps all.
+        seed: of the questions and the samples.
 
     Raises:
-        ValueError: no answer is left.
+        UserError: there are too few questions, or no answer is left.
     """
-    wanted = [json.loads(line) for line in Path(rows).read_text(encoding="utf-8").splitlines()[: count // samples]]
-    kept = []
-    for row, texts in zip(wanted, _answers(wanted, model, samples, max_new_tokens, seed), strict=True):
-        columns = {name: [value] * len(texts) for name, value in row.items()}
-        scores = load_function(accepts)([row["question"]] * len(texts), texts, **columns) if accepts else None
-        kept += [{**row, "completion": text} for i, text in enumerate(texts) if scores is None or scores[i] == 1.0]
+    tasks = load_source(questions, "questions").tasks
+    if not 1 <= samples <= count or count // samples > len(tasks):
+        raise UserError(f"count is {count} and samples {samples}; there are {len(tasks)} questions")
+    order = np.random.default_rng([seed, 25]).permutation(len(tasks))[: count // samples]
+    written = _answers([tasks[index] for index in order.tolist()], model, samples, max_new_tokens, seed)
+    kept = written if accepts is None else _accepted(written, RewardConfig(**accepts))
     if not kept:
-        raise ValueError(f"{accepts} accepts none of the {count} answers of {model}")
-    write_atomically(Path(path), "".join(f"{json.dumps(row, ensure_ascii=False)}\n" for row in kept))
-    return Path(path)
+        raise UserError(f"none of {count} answers of {model} is finished and accepted: accepts={accepts}")
+    return write_questions(path, [(task, task, _columns(task) | {"completion": text}) for task, text, _ in kept])
 
 
-def _answers(wanted: list[dict[str, Any]], model: str, samples: int, longest: int, seed: int) -> list[list[str]]:
-    """Finished answers of each row."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _columns(task: VlmTask) -> dict[str, Any]:
+    return {name: value for name, value in task.columns.items() if name not in ("prompt", "images", "videos")}
 
-    model = resolve_packaged(model)
-    torch.manual_seed(seed)
-    tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left", trust_remote_code=False)
-    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, trust_remote_code=False).eval()
-    sampling: dict[str, Any] = {"do_sample": True, "top_k": 0, "top_p": 1.0} if samples > 1 else {"do_sample": False}
-    found: list[list[str]] = []
-    for start in range(0, len(wanted), max(1, BATCH // samples)):
-        chats = [[{"role": "user", "content": row["question"]}] for row in wanted[start : start + BATCH // samples]]
-        inputs: Any = tokenizer.apply_chat_template(
-            chats, add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True
-        )
-        output = network.generate(**inputs, max_new_tokens=longest, num_return_sequences=samples, **sampling)
-        said = output[:, inputs["input_ids"].shape[1] :]
-        ends = (said == tokenizer.eos_token_id).any(1).tolist()
-        texts = tokenizer.batch_decode(said, skip_special_tokens=True)
-        whole = list(zip(texts, ends, strict=True))
-        found += [[text for text, end in whole[i : i + samples] if end] for i in range(0, len(whole), samples)]
+
+def _answers(
+    tasks: list[VlmTask], model: str, samples: int, longest: int, seed: int
+) -> list[tuple[VlmTask, str, list[int]]]:
+    """Finished answers with their tokens, question by question."""
+    policy, config = load_policy(FrozenModelConfig(path=model)), SamplerConfig(max_new_tokens=longest)
+    size, found = max(1, BATCH // samples), []
+    for start in range(0, len(tasks), size):
+        part = tasks[start : start + size]
+        draws = make_generator(seed, "answers", start) if samples > 1 else None
+        written = sample(policy, [policy.encode(task) for task in part], samples, config, draws)
+        lengths = written.mask.sum(1).long().tolist()
+        found += [
+            (part[row // samples], text, written.response_ids[row, : lengths[row]].tolist())
+            for row, text in enumerate(written.texts)
+            if written.finish[row] != "length"
+        ]
     return found
+
+
+def _accepted(written: list[tuple[VlmTask, str, list[int]]], reward: RewardConfig) -> list[Any]:
+    """Answers that earn 1; one that the reward fails on is left out."""
+    tasks, texts, tokens = (list(column) for column in zip(*written, strict=True)) if written else ([], [], [])
+    scorer = RewardSum([reward])
+    try:
+        found = score_texts(scorer, TrainerState(), tasks, list(map(question_text, tasks)), texts, tokens)
+    finally:
+        scorer.close()
+    return [row for row, score in zip(written, found.terms[reward.name], strict=True) if score == 1.0]

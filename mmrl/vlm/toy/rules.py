@@ -1,6 +1,6 @@
 """Rules: a sentence about a topic has to follow rules that a program checks, as in IFEval. Text only.
 
-Topics, the words that rules name, and pairs of rules of held-out rows are in no training row.
+Topics and the words that rules name of held-out rows are in no training row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WORDS = (
     "sudden paper silver morning"
 )
 HELD_OUT = 4
-"""One topic, one word and one pair of rules in so many are held out."""
+"""One topic and one word in so many are held out."""
 
 
 def _words(text: str) -> list[str]:
@@ -59,11 +59,11 @@ def build_rules(path: str | Path, *, count: int = 600, rules: int = 1, split: st
     """Write requests for a sentence about a topic.
 
     Args:
-        path: JSONL file to write; columns question, rules (their names), values (of each rule) and kind (the names in
-            one text).
+        path: JSONL file to write; columns question, topic, rules (their names), values (of each rule) and kind (the
+            names in one text).
         count: number of rows.
         rules: 1 or 2 for each row.
-        split: "train" or "test", whose topics, words and pairs of rules are disjoint.
+        split: "train" or "test", whose topics and words are disjoint.
         seed: random seed.
 
     Returns:
@@ -76,16 +76,18 @@ def build_rules(path: str | Path, *, count: int = 600, rules: int = 1, split: st
         raise ValueError(f"split is {split!r}; must be train or test")
     if rules not in (1, 2):
         raise ValueError(f"rules is {rules}; must be 1 or 2")
-    topics, words, pairs = (_part(values, split) for values in (TOPICS.split(", "), WORDS.split(), PAIRS))
-    kinds: Sequence[Sequence[str]] = pairs if rules == 2 else [(name,) for name in RULES]
+    topics, words = (_part(values, split) for values in (TOPICS.split(", "), WORDS.split()))
+    kinds: Sequence[Sequence[str]] = PAIRS if rules == 2 else [(name,) for name in RULES]
     rng = random.Random(f"{split} {seed}")
     rows = []
     for _ in range(count):
         names = rng.sample(rng.choice(kinds), rules)
         values = [rng.choice(RULES[name][2] or words) for name in names]
         told = ", and ".join(RULES[name][0].format(value) for name, value in zip(names, values, strict=True))
-        question = f"Write one sentence about {rng.choice(topics)}: {told}. Answer with the sentence only."
-        rows.append({"question": question, "rules": names, "values": values, "kind": " + ".join(sorted(names))})
+        topic = rng.choice(topics)
+        question = f"Write one sentence about {topic}: {told}. Answer with the sentence only."
+        kind = " + ".join(sorted(names))
+        rows.append({"question": question, "topic": topic, "rules": names, "values": values, "kind": kind})
     write_atomically(Path(path), "".join(f"{json.dumps(row)}\n" for row in rows))
     return Path(path)
 
@@ -98,15 +100,17 @@ def follows_rules(
     prompts: Sequence[Chat],
     completions: Sequence[Chat],
     *,
+    topic: Sequence[str],
     rules: Sequence[Sequence[str]],
     values: Sequence[Sequence[Any]],
     **_: Any,
 ) -> list[float]:
-    """Give the share of its rules that an answer follows; an empty one or one of several lines earns nothing.
+    """Give the share of its rules that an answer follows; one without its topic or of several lines earns nothing.
 
     Args:
         prompts: requests.
         completions: responses.
+        topic: topic of each request, whose last word has to occur in the answer.
         rules: names of the rules of each request.
         values: their values.
 
@@ -116,10 +120,12 @@ def follows_rules(
     Source: checks as in google-research/instruction_following_eval.
     """
     scores = []
-    for said, names, given in zip(completions, rules, values, strict=True):
+    for said, about, names, given in zip(completions, topic, rules, values, strict=True):
         text = completion_text(said).strip()
         # a rule alone would be easy without writing about anything
-        sound = "\n" not in text and len(_words(text)) >= 4
+        noun = re.escape(about.split()[-1].removesuffix("s"))
+        named = re.search(rf"\b{noun}(s|es)?\b", text, re.IGNORECASE)
+        sound = named is not None and "\n" not in text and len(_words(text)) >= 4
         kept = [RULES[name][1](text, value) for name, value in zip(names, given, strict=True)]
         scores.append(sum(kept) / len(kept) if sound else 0.0)
     return scores
