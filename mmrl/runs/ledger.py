@@ -139,6 +139,7 @@ def write_answers(folder: Path, rows: Sequence[Row], step: int) -> Path | None:
     """Write what a model wrote in an evaluation, with its prompts; earlier answers are replaced. None without texts."""
     written = [row for row in rows if row.get("text") is not None]
     if not written:
+        (folder / ANSWERS).unlink(missing_ok=True)
         return None
     lines = [finite_or_none({name: {"step": step, **row}.get(name) for name in ANSWER_COLUMNS}) for row in written]
     write_atomically(folder / ANSWERS, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

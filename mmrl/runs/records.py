@@ -436,7 +436,7 @@ class LoggedWarnings(logging.Handler):
             self._early.append(row)
             return
         # a full disk must not end the run; the console shows the warning
-        with suppress(OSError):
+        with suppress(OSError, UserError):
             self._write(row)
 
     def _write(self, row: dict[str, Any]) -> None:

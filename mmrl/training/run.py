@@ -28,6 +28,7 @@ from mmrl.runs.folder import FINISHED, RunLock, has_begun
 from mmrl.runs.ledger import protocol_of, write_answers, write_ledger
 from mmrl.runs.records import LoggedWarnings, finite_or_none
 from mmrl.trust import remember
+from mmrl.workers.interpreters import model_folder
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -120,7 +121,7 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
         recipe, accelerator, position = stack.enter_context(open_evaluation(entry, config, folder))
         step = position.number
         if run_dir is None and accelerator.is_main_process:
-            logged.write_to(Path(config.output_dir))
+            logged.write_to(Path(config.output_dir), keep=has_begun(Path(config.output_dir)))
         about = evaluation_of(recipe, config, folder, accelerator, position) if accelerator.is_main_process else {}
         rollers = open_rollers(recipe, config, accelerator, Path(config.output_dir), entry)
         stack.callback(rollers.close)
@@ -365,7 +366,7 @@ def _start_from_checkpoint(config: Any, folder: Path) -> None:
     model = getattr(config, "model", None)
     path = getattr(model, "path", None)
     # a hub id is not a path, and is left to transformers
-    missing = isinstance(path, str) and path and not Path(path).expanduser().exists()
+    missing = isinstance(path, str) and path and not model_folder(path).exists()
     if missing and getattr(model, "build", None) is None and folder.is_dir():
         LOGGER.info("model.path %s is not here; starting from %s", path, folder)
         model.path = str(folder)  # type: ignore[union-attr]

@@ -15,7 +15,6 @@ from accelerate import Accelerator
 
 from mmrl.core.state import Stateful
 from mmrl.errors import RunError, UserError
-from mmrl.files import expanded
 from mmrl.runs.checkpoint import Checkpoints, link_or_copy
 from mmrl.runs.fingerprint import weights_digest
 from mmrl.runs.folder import remove_partial, set_aside
@@ -27,6 +26,7 @@ from mmrl.training.recipe import Recipe, Reference
 from mmrl.training.settings import BaseRunConfig
 from mmrl.training.sharding import loading, saving
 from mmrl.training.update import Updater
+from mmrl.workers.interpreters import model_folder
 
 LOGGER = logging.getLogger("mmrl")
 LARGEST_SHARE = 0.05
@@ -248,7 +248,7 @@ class RunSaver:
     @property
     def _starts_from_folder(self) -> bool:
         """Whether the frozen reference is a model in a folder, from which a resume makes it again."""
-        here = bool(self._start_path) and expanded(self._start_path).is_dir()
+        here = bool(self._start_path) and model_folder(self._start_path).is_dir()
         # an adapter is small, and the digest would be that of the whole model
         return self.reference.kind == "frozen" and here and not getattr(self.recipe.policy, "has_adapter", False)
 
@@ -268,9 +268,9 @@ class RunSaver:
             found = weights_digest(copied)
         if found != saved:
             raise UserError(
-                f"the model in {self._start_path} is no longer the one that this run started from "
-                f"and compares with (digest {saved[:12]}, now {found[:12]}); put it back, or go on from {folder}/model "
-                "in a run with another output_dir"
+                f"{self._start_path} no longer gives the model that this run started from and compares with (digest "
+                f"{saved[:12]}, now {found[:12]}): the folder has changed, or a setting such as model.dtype; put it "
+                f"back, or go on from {folder}/model in a run with another output_dir"
             )
         self._start_digest = saved
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from mmrl.errors import RunError, UserError
+from mmrl.files import expanded
 
 TAIL_CHARACTERS = 2000
 
@@ -19,6 +20,12 @@ def environment_folder(kind: str, name: str, folder: str | Path | None = None) -
         return Path(folder).expanduser().absolute()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     return Path(os.environ.get(f"MMRL_{kind.upper()}") or cache / "mmrl" / kind).expanduser().absolute() / name
+
+
+def model_folder(path: str) -> Path:
+    """The folder that a `model.path` names: one here, else one that `mmrl setup` made under that name."""
+    here, made = expanded(path), environment_folder("models", path)
+    return made if path and "/" not in path and not here.exists() and made.is_dir() else here
 
 
 def python_in(folder: Path) -> Path:

@@ -7,6 +7,7 @@ import pytest
 from mmrl.cli import main
 from mmrl.cli.starters import STARTERS
 from mmrl.config import load_run
+from mmrl.rewards.reward_loading import load_function
 
 RECIPES = {"grpo": "vlm", "text": "vlm", "robot": "robot_clone", "screens": "aepo", "video": "tspo"}
 
@@ -99,6 +100,15 @@ def test_an_own_reward_passes_the_dry_run(tmp_path, monkeypatch):
     )
     assert main(["init", "text", "a.yaml", "--data", data, "--reward", "my_rewards.py:near"]) == 0
     assert main(["train", "a.yaml", "--dry-run", *own_model(tmp_path / "tiny")]) == 0
+
+
+@pytest.mark.parametrize("column", ["scores", "zip", "text", "row", "metres"])
+def test_the_reward_to_fill_in_takes_every_column(column, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = write_rows(tmp_path / "rows.jsonl", 3, 4, column=column)
+    assert main(["init", "text", "a.yaml", "--data", data]) == 0
+    (term,) = load_run("a.yaml")[1].rewards
+    assert load_function(term.function)(["x", "y"], unit=["m", "m"], **{column: [3, 4]}) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import math
+from contextlib import nullcontext
 
 import matplotlib.colors
 import numpy as np
@@ -505,6 +506,15 @@ def test_a_comparison_with_a_margin_has_a_verdict_for_each_arm(lab):
     short = {**plan, "sweep": {**plan["sweep"], "overrides": {"trainer.steps": 15}}}
     (line,) = plan_lines(lab.experiment(**short))
     assert line.endswith("about 1.0 CPU hours")
+
+
+def test_a_finding_may_be_rounded(lab):
+    """-1.00 to 4.96 points are no effect within a margin of 5, also where they are written with one decimal."""
+    finding = {"about": ["grpo"], "arm": "awm", "difference": 2.0, "low": -1.0, "high": 5.0}
+    for verdict_of, allowed in (("no effect within the margin", True), ("inconclusive", True), ("holds", False)):
+        evidence = {"page": "page", "setting": "setting", "findings": [finding | {"verdict": verdict_of}]}
+        with nullcontext() if allowed else pytest.raises(UserError, match="is 'inconclusive', not 'holds'"):
+            lab.experiment(margin=0.05, run_minutes=1, evidence=evidence)
 
 
 def test_the_verdict_of_a_finding_is_that_of_its_margin(lab):

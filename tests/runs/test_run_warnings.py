@@ -181,4 +181,4 @@ def test_a_warning_that_cannot_be_kept_neither_ends_the_run_nor_prints_a_traceba
     with LoggedWarnings() as logged:
         logged.write_to(tmp_path, keep=True)
         logging.getLogger("mmrl").error("disk full")
-    assert capsys.readouterr().err == ""
+    assert "Logging error" not in capsys.readouterr().err

@@ -12,6 +12,8 @@ from mmrl.recipes import RECIPES
 from mmrl.report.folder import read_run
 from mmrl.report.page import outcome, write_report
 from mmrl.rewards import RewardConfig
+from mmrl.runs.folder import MOVED
+from mmrl.runs.ledger import write_answers
 from mmrl.training.run import evaluate, train
 from mmrl.vlm import VlmConfig
 from tests.vlm.runs import run_config
@@ -104,3 +106,7 @@ def test_answers_of_an_evaluation_are_kept_as_text(config, tmp_path):
     assert all("What is" in row["prompt"] and isinstance(row["text"], str) for row in answers)
     write_report(run_dir)
     assert f"{len(answers)} with their prompts and scores in answers.jsonl" in (run_dir / "report.html").read_text()
+    # those of a run before move aside with it, and those of an evaluation before go
+    assert "answers.jsonl" in MOVED
+    assert write_answers(run_dir, [{"text": None}], 3) is None
+    assert not (run_dir / "answers.jsonl").exists()

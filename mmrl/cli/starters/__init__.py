@@ -29,8 +29,8 @@ STUB = '''"""The reward of {file}."""
 def {name}(completions, {arguments}**columns):
     """One number for each answer, 1 for a right one; None where it does not apply."""
     scores = []
-    for answer, *row in zip(completions, {columns}strict=True):
-        scores.append(0.0)  # write your check of the text `answer` here
+    for text, *row in zip(completions, {columns}strict=True):
+        scores.append(0.0)  # write your check of `text` here
     return scores
 '''
 
@@ -113,7 +113,8 @@ def _fitting(answers: Sequence[Any]) -> str:
 def _stub(file: str, columns: Sequence[str]) -> str:
     """A reward function to fill in, with the columns of the rows as arguments."""
     names = [name for name in columns if name.isidentifier() and not keyword.iskeyword(name)]
-    listed = "".join(f"{name}, " for name in names if name not in ("completions", "columns"))
+    own = ("completions", "columns", "scores", "zip")  # names of the function itself
+    listed = "".join(f"{name}, " for name in names if name not in own)
     return STUB.format(file=file, name="score", arguments=listed, columns=listed)
 
 

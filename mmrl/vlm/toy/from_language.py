@@ -26,7 +26,7 @@ from mmrl.hub.compat import ensure_number_words, ensure_torchvision, quiet_trans
 from mmrl.training.processes import avoid_refused_instructions
 from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.network import load_network, resolve_model
-from mmrl.vlm.model.processor import load_processor
+from mmrl.vlm.model.processor import eos_ids, load_processor
 from mmrl.vlm.toy.pictures import GRID, GROUPS, NOTHING, SIDE_PX, draw_scene
 from mmrl.vlm.toy.tiny import MERGE, shape_positions
 from mmrl.vlm.toy.tiny_generic import FAMILIES
@@ -159,7 +159,8 @@ def _around(language: str, tokenizer: Any, tower: dict[str, int], seed: int) -> 
     for name, weight in own.items():
         more = len(state[name]) - len(weight)
         state[name].copy_(torch.cat([weight, weight.mean(0, keepdim=True).expand(more, -1)]) if more else weight)
-    model.generation_config = GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
+    ends = list(eos_ids(source, tokenizer))
+    model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     return model
 
 

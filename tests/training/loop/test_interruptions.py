@@ -15,6 +15,7 @@ from mmrl.config import load_run
 from mmrl.errors import RunStopped, UserError
 from mmrl.runs.checkpoint import Checkpoints
 from mmrl.runs.folder import has_begun
+from mmrl.runs.records import read_warnings
 from mmrl.training.run import train
 from mmrl.training.saving import RunSaver
 from mmrl.training.trainer import Trainer
@@ -134,6 +135,14 @@ def test_evaluation_by_hand_does_not_make_a_run(config):
         "evaluate",
         *["before", *["during"] * 2, "after"],
     ]
+
+
+def test_evaluation_by_hand_keeps_the_warnings_of_the_run(config):
+    """An evaluation of the configuration writes into the same folder, perhaps while the run goes on."""
+    folder = run(config, "run")
+    (folder / "warnings.jsonl").write_text('{"step": 1, "kind": "logged", "message": "of the run"}\n')
+    assert main(["evaluate", str(config), f"output_dir={folder}"]) == 0
+    assert "of the run" in read_warnings(folder)
 
 
 def test_unreadable_lines_are_kept_in_a_copy(config, caplog):

@@ -113,13 +113,23 @@ def test_a_checkpoint_does_not_repeat_the_model_that_the_run_started_from(make_t
     assert not list(folder.parent.parent.rglob("reference"))
 
 
+def test_a_model_of_mmrl_setup_is_a_folder_too(make_trainer, tmp_path, monkeypatch):
+    monkeypatch.setenv("MMRL_MODELS", str(tmp_path / "models"))
+    (tmp_path / "models/smollm2").mkdir(parents=True)
+    trainer = from_folder(make_trainer, tmp_path, "run")
+    trainer.config.model.path = "smollm2"
+    trainer.train_step()
+    trainer.save()
+    assert not list(trainer.saver.checkpoints.latest().parent.parent.rglob("reference"))
+
+
 def test_a_start_that_has_changed_is_refused_before_anything_else_changes(make_trainer, tmp_path):
     stopped = from_folder(make_trainer, tmp_path, "stopped")
     stopped.train_step()
     stopped.save()
     other = from_folder(make_trainer, tmp_path, "stopped", recipe=TowerRecipe)
     before = weights(other)
-    with pytest.raises(UserError, match="no longer the one that this run started from and compares with"):
+    with pytest.raises(UserError, match="no longer gives the model that this run started from and compares with"):
         other.resume()
     assert all(torch.equal(a, b) for a, b in zip(before, weights(other), strict=True))
 
