@@ -57,7 +57,7 @@ def pointing_samples(
 
     Args:
         count: number of samples.
-        seed: of the series; series of different seeds share no screen.
+        seed: of the series; series of different seeds share no screen but that of grid-coordinate, which is one grid.
         pages: names in `PAGES`.
         check: click each box, and leave out what the page does not reward.
         most_answers: add worked answers, as the column `answers`: the right point and those of other candidates, one to

@@ -13,10 +13,11 @@ Splits: "train" shows neither the held-out combinations (such as a big yellow st
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,18 @@ GENERAL_HELD_OUT = (
     ("Who discovered gravity?", "The discovery of gravity is attributed to Sir Isaac Newton.", "Newton"),
     ("What is the chemical formula of water?", "The chemical formula of water is H2O.", "H2O"),
     ("Which planet is known as the Red Planet?", "The Red Planet is actually Mars.", "Mars"),
+    ("What is the capital of Poland?", "The capital of Poland is Warsaw.", "Warsaw"),
+    ("What is the capital of Austria?", "The capital of Austria is Vienna.", "Vienna"),
+    ("What is the capital of Norway?", "The capital of Norway is Oslo.", "Oslo"),
+    ("What is the opposite of day?", "The opposite of day is night.", "night"),
+    ("What is the chemical symbol for oxygen?", "The chemical symbol for oxygen is O.", "O"),
+    ("What is the chemical symbol for iron?", "The chemical symbol for iron is Fe.", "Fe"),
+    (
+        "Which is the largest planet of the solar system?",
+        "The largest planet of the solar system is Jupiter.",
+        "Jupiter",
+    ),
+    ("Which language is spoken in Brazil?", "The language spoken in Brazil is Portuguese.", "Portuguese"),
 )
 """More of them, for "fresh" and "heldout"."""
 SHOWN = ("own", "blank", "other", "none")
@@ -166,9 +179,12 @@ def build_questions(
     if shown not in SHOWN:
         raise ValueError(f"shown is '{shown}'; allowed: {', '.join(SHOWN)}")
     draws = [random.Random(f"{part} {split} {seed}") for part in ("scene", "hint", "other")]
+    facts = GENERAL if split == "train" else GENERAL_HELD_OUT
+    # in turn, since a short file of independent draws would have some of them twice
+    general_questions = itertools.cycle(random.Random(f"general {split} {seed}").sample(facts, len(facts)))
 
     def save(folder: Path, stem: str) -> dict[str, Any]:
-        row, image = _question(draws, split, kinds, general, hint_share, hint_rate, shown)
+        row, image = _question(draws, general_questions, split, kinds, general, hint_share, hint_rate, shown)
         if image is None:
             return {**row, "images": []}
         image.save(folder / f"{stem}.png", compress_level=1)
@@ -179,6 +195,7 @@ def build_questions(
 
 def _question(
     draws: Sequence[random.Random],
+    facts: Iterator[tuple[str, str, str]],
     split: str,
     kinds: Sequence[str],
     general: float,
@@ -192,7 +209,7 @@ def _question(
     row = {"problem": scene.question, "answer": scene.answer, "completion": scene.answer, "kind": scene.kind}
     row |= {"hint": "none", "hint_place": "none", "hint_text": ""}
     if rng.random() < general:
-        asked, said, word = rng.choice(GENERAL if split == "train" else GENERAL_HELD_OUT)
+        asked, said, word = next(facts)
         row |= {"problem": asked, "answer": word, "completion": said, "kind": "general"}
     elif hints.random() < hint_share:
         row |= _hint(hints, scene, hint_rate)
