@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,8 @@ from typing import Any
 from benchmarks.harness import Arm, BenchOptions
 from benchmarks.vlm.workload import GENERIC, Shape, build_model, questions_file
 from mmrl.errors import UserError
+from mmrl.files import read_json_object
+from mmrl.hub.packaged import PACKAGED, resolve_packaged
 
 CPU_SHAPES = {
     "16:1": Shape((16, 16), 288, 18),
@@ -34,6 +35,10 @@ class Bench:
     """The model, the sizes and the arms that the comparisons are made of."""
 
     def __init__(self, options: BenchOptions) -> None:
+        self.packaged = options.model is not None and str(options.model) in PACKAGED
+        """Whether `--model` is a packaged model, of which the targets of whole steps of a language model are."""
+        if self.packaged:
+            options = dataclasses.replace(options, model=Path(resolve_packaged(str(options.model))))
         _check(options)
         self.options = options
         self.full = options.device == "cpu" and not options.quick
@@ -98,7 +103,7 @@ class Bench:
 
 def _reads_text_alone(model: Path) -> bool:
     """Whether the configuration of a model folder names no part for images."""
-    return "vision_config" not in json.loads((model / "config.json").read_text(encoding="utf-8"))
+    return "vision_config" not in read_json_object(model / "config.json")
 
 
 def _check(options: BenchOptions) -> None:
