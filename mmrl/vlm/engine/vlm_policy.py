@@ -32,6 +32,7 @@ from mmrl.training.processes import avoid_refused_instructions
 from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt, encode_turn
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.data.turn_template import TurnTemplate
+from mmrl.vlm.engine import few_rows
 from mmrl.vlm.engine.capabilities import check_architecture, check_behaviour
 from mmrl.vlm.engine.model_loading import prepare, set_pixels, template_variables
 from mmrl.vlm.engine.prefix import Prefix, PrefixStore
@@ -87,7 +88,7 @@ class Head:
         if not torch.is_autocast_enabled(states.device.type):
             weight, bias = weight.to(states.dtype), None if bias is None else bias.to(states.dtype)
         # autocast casts a weight once for all tokens, and not at each
-        return nn.functional.linear(states, weight, bias)
+        return few_rows.linear(states, weight, bias)
 
     def logprobs(
         self, states: Tensor, targets: Tensor, *, temperature: float, banned: Tensor, entropy: bool

@@ -16,6 +16,7 @@ from mmrl.fields import bounded, check_config, rare
 from mmrl.runs.run_log import stopwatch
 from mmrl.training.processes import Streams
 from mmrl.vlm.data.prompt import Prompt
+from mmrl.vlm.engine.few_rows import in_blocks
 from mmrl.vlm.engine.prefix import CachedPart, Decoder, KeepPrefill, Prefix, make_decoder
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
@@ -427,7 +428,7 @@ def fill(state: GenerationState, prompts: Sequence[Prompt], samples_per_prompt: 
     policy.eval()  # checkpointed layers drop the cache in training mode
     try:
         # `_read_prompts` alone enables gradients, if the prefill is kept with its graph
-        with torch.no_grad():
+        with torch.no_grad(), in_blocks(policy.model):
             _sample_groups(state, prompts, samples_per_prompt, keep)
     finally:
         policy.train(training)
@@ -494,7 +495,7 @@ def sample_by(
     lengths = torch.tensor([len(prompt) for prompt in prompts])
     policy.eval()
     try:
-        with torch.no_grad():
+        with torch.no_grad(), in_blocks(policy.model):
             own_parts = policy.encode_prefix(prompts).detach().parts
             for parts in zip(own_parts, *others, strict=True):
                 numbers = parts[0].numbers.cpu()
