@@ -23,9 +23,10 @@ from typing import Any
 
 from mmrl.agents.environments.environment import ACTION_ERROR, SUCCESS, Action, Observation
 from mmrl.errors import UserError
-from mmrl.gui.browser.browser import Browser, BrowserFailure, process_browser
+from mmrl.gui.browser.browser import Browser, BrowserFailure
+from mmrl.gui.browser.frames import SharedFrame
 from mmrl.gui.browser.miniwob import FULL_REWARD, TASK_FIELDS, page_file
-from mmrl.gui.browser.page import GuardedPage, read_script
+from mmrl.gui.browser.page import read_script
 
 TASKS = (
     "click-link",
@@ -43,12 +44,6 @@ TASKS = (
 scrolling."""
 SIZE = 160, 210
 MOST_LINES = 20
-ADD = """([width, height]) => {
-  const frame = Object.assign(document.createElement('iframe'), { width, height });
-  frame.style.border = 'none';
-  document.body.append(frame);
-  return document.querySelectorAll('iframe').length - 1;
-}"""
 KNOWN = "name => name in (window.sources ??= {})"
 KEEP = "([name, html]) => { window.sources[name] = html; }"
 BEGIN = """async ([index, name, seed, read]) => {
@@ -186,8 +181,8 @@ class ListedMiniWob:
             page_file(name)
         if max_steps < 1:
             raise UserError(f"max_steps is {max_steps}; must be at least 1")
-        self._tasks, self._max_steps, self._browser = tuple(tasks), max_steps, browser
-        self._place: tuple[GuardedPage, int] | None = None
+        self._tasks, self._max_steps = tuple(tasks), max_steps
+        self._frame = SharedFrame(SIZE, browser)
         self._name = self._instruction = ""
         self._steps = 0
         self._lines: list[Line] = []
@@ -240,7 +235,7 @@ class ListedMiniWob:
 
     def close(self) -> None:
         """Forget the page, which ends with the browser; other environments have frames in it."""
-        self._place = None
+        self._frame.forget()
 
     def _facts(self) -> dict[str, Any]:
         """The listing with its page identifies the state."""
@@ -267,20 +262,11 @@ class ListedMiniWob:
 
     def _call(self, script: str, *arguments: Any) -> None:
         """Call a script in the frame of this environment, and read its report."""
-        page, index = self._frame(renew=script == BEGIN)
+        page, index = self._frame.place(renew=script == BEGIN)
         if script == BEGIN and not page.evaluate(KNOWN, self._name):  # half a megabyte, sent once
             page.evaluate(KEEP, [self._name, _whole_page(self._name)])
         self._report = json.loads(page.evaluate(script, [index, *arguments]))
         page.take_events()  # pictures are not loaded
-
-    def _frame(self, renew: bool) -> tuple[GuardedPage, int]:
-        """The shared page and the number of the own frame; where the browser has restarted only a new episode helps."""
-        if self._place is None or not self._place[0].is_open():
-            if not renew:
-                raise BrowserFailure("the browser ended during the episode")
-            page = _shared_page(self._browser or process_browser())
-            self._place = page, page.evaluate(ADD, list(SIZE))
-        return self._place
 
 
 def _contains(instruction: str, text: str) -> bool:
@@ -311,21 +297,6 @@ def _whole_page(name: str) -> str:
     html = re.sub(SCRIPT, script, path.read_text(encoding="utf-8"))
     # links to places of the page itself are told by their address
     return re.sub(r"<head>", '<head><base href="about:srcdoc">', re.sub(STYLE, style, html), count=1)
-
-
-def _shared_page(browser: Browser) -> GuardedPage:
-    """The page of a browser with the frames of all environments."""
-    if not browser.is_alive():
-        browser.restart()
-    page = _PAGES.get(id(browser))
-    if page is None or page.browser is not browser or not page.is_open():
-        _PAGES[id(browser)] = page = GuardedPage(browser, *SIZE)
-        page.load_html("<!doctype html><body></body>")
-    return page
-
-
-_PAGES: dict[int, GuardedPage] = {}
-"""Shared pages by the identity of their browser."""
 
 
 def _named(lines: Sequence[Line], name: str) -> Line | None:

@@ -15,8 +15,9 @@ from typing import Any
 
 from mmrl.agents.environments.environment import ACTION_ERROR, SUCCESS, Action, Observation
 from mmrl.errors import UserError
-from mmrl.gui.browser.browser import Browser, BrowserFailure, process_browser
-from mmrl.gui.browser.page import Element, GuardedPage, parse_elements, read_script
+from mmrl.gui.browser.browser import Browser
+from mmrl.gui.browser.frames import SharedFrame
+from mmrl.gui.browser.page import Element, parse_elements, read_script
 from mmrl.gui.toy.tasks import settings
 from mmrl.gui.toy.tasks.case import Case, View
 from mmrl.gui.toy.tasks.catalogue import Disturbances, expert_move, page_html
@@ -25,11 +26,6 @@ SIZE = 320, 240
 MOST_CONTROLS = 8
 """Controls of a page with four tabs."""
 READ = f"({read_script()})"
-ADD = """([width, height]) => {
-  const frame = Object.assign(document.createElement('iframe'), { width, height });
-  document.body.append(frame);
-  return document.querySelectorAll('iframe').length - 1;
-}"""
 BEGIN = """([index, html, read]) => {
   const frame = document.querySelectorAll('iframe')[index].contentWindow;
   frame.document.open();
@@ -65,8 +61,8 @@ class ListedSettings:
             raise UserError(f"wanted is {wanted}; a page with {tabs} tabs has 1 to {2 * tabs} switches")
         if max_steps < 1:
             raise UserError(f"max_steps is {max_steps}; must be at least 1")
-        self._wanted, self._tabs, self._max_steps, self._browser = wanted, tabs, max_steps, browser
-        self._place: tuple[GuardedPage, int] | None = None
+        self._wanted, self._tabs, self._max_steps = wanted, tabs, max_steps
+        self._frame = SharedFrame(SIZE, browser)
         self._case, self._steps = Case("", {}), 0
         self._elements: list[Element] = []
         self._report: dict[str, Any] = {}
@@ -104,7 +100,7 @@ class ListedSettings:
 
     def close(self) -> None:
         """Forget the page, which ends with the browser; other environments have frames in it."""
-        self._place = None
+        self._frame.forget()
 
     def _facts(self) -> dict[str, Any]:
         """The listing identifies the state; the instruction and errors above it do not belong to it."""
@@ -122,33 +118,9 @@ class ListedSettings:
 
     def _call(self, script: str, *arguments: Any) -> None:
         """Call a script in the frame of this environment, and read the task's report and the controls."""
-        page, index = self._frame(renew=script == BEGIN)
+        page, index = self._frame.place(renew=script == BEGIN)
         self._report, elements = json.loads(page.evaluate(script, [index, *arguments]))
         self._elements = parse_elements(elements)
-
-    def _frame(self, renew: bool) -> tuple[GuardedPage, int]:
-        """The shared page and the number of the own frame; where the browser has restarted only a new episode helps."""
-        if self._place is None or not self._place[0].is_open():
-            if not renew:
-                raise BrowserFailure("the browser ended during the episode")
-            page = _shared_page(self._browser or process_browser())
-            self._place = page, page.evaluate(ADD, list(SIZE))
-        return self._place
-
-
-def _shared_page(browser: Browser) -> GuardedPage:
-    """The page of a browser with the frames of all environments."""
-    if not browser.is_alive():
-        browser.restart()
-    page = _PAGES.get(id(browser))
-    if page is None or page.browser is not browser or not page.is_open():
-        _PAGES[id(browser)] = page = GuardedPage(browser, *SIZE)
-        page.load_html("<!doctype html><body></body>")
-    return page
-
-
-_PAGES: dict[int, GuardedPage] = {}
-"""Shared pages by the identity of their browser."""
 
 
 def build_model(path: str | Path, **options: Any) -> Path:
