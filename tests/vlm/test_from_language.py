@@ -46,6 +46,23 @@ def sees(language, tmp_path_factory):
         return build_model(folder, language=str(language), words_steps=60, words_batch=16, words_rate=3e-3, **SMALL)
 
 
+def test_an_interrupted_stage_goes_on_to_the_same_weights(language, tmp_path, monkeypatch):
+    options = {"language": str(language), "words_steps": 6, "words_batch": 4, **SMALL}
+    monkeypatch.setattr(from_language, "LOG_EVERY", 2)
+    whole = build_model(tmp_path / "whole", **options)
+    left, draw = iter(range(5)), draw_batch
+    with monkeypatch.context() as broken:
+        broken.setattr(from_language, "draw_batch", lambda *given: next(left) + 1 and draw(*given))
+        with pytest.raises(StopIteration):  # in the fifth step: the held-out pictures are the first batch
+            build_model(tmp_path / "cut", **options)
+    assert not (tmp_path / "cut").exists()
+    again = build_model(tmp_path / "cut", **options)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cut", "whole"]
+    assert [row["step"] for row in read_jsonl(again / CURVE)] == [2, 4, 6]
+    first, second = (AutoModelForImageTextToText.from_pretrained(folder).state_dict() for folder in (whole, again))
+    assert all(torch.equal(weight, second[name]) for name, weight in first.items())
+
+
 @torch.no_grad()
 def test_text_alone_is_the_language_models(language, sees):
     tokenizers = AutoTokenizer.from_pretrained(language), AutoProcessor.from_pretrained(sees).tokenizer

@@ -12,6 +12,7 @@ import logging
 import math
 import random
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from mmrl.errors import UserError
-from mmrl.files import replaced
+from mmrl.files import replaced, write_atomically
 from mmrl.hub.compat import ensure_number_words, ensure_torchvision, quiet_transformers
 from mmrl.training.processes import avoid_refused_instructions
 from mmrl.vlm.model.model_config import ModelConfig
@@ -68,7 +69,7 @@ def build_model(
 
     Returns:
         The folder, which loads with AutoModelForImageTextToText and AutoProcessor; `words.jsonl` in it has the loss of
-        stage W, the share of right words and the CPU seconds.
+        stage W, the share of right words and the CPU seconds. A call that was interrupted is continued by the next one.
 
     Raises:
         UserError: there is no such language model, or it has another architecture or template.
@@ -82,10 +83,12 @@ def build_model(
     model = _around(source, tokenizer, {"width": width, "depth": depth, "heads": heads}, seed)
     with replaced(Path(path)) as draft, quiet_transformers():
         draft.mkdir(parents=True, exist_ok=True)
+        saved = Path(path).with_name(f".{Path(path).name}.words.pt")
         if words_steps:
-            learn_words(model, tokenizer, words_steps, words_batch, words_rate, seed, draft / CURVE)
+            learn_words(model, tokenizer, words_steps, words_batch, words_rate, seed, draft / CURVE, saved)
         model.save_pretrained(draft)
         FAMILIES["smolvlm"].processor(tokenizer, SIDE_PX, GRID**2).save_pretrained(draft)  # type: ignore[misc]
+    saved.unlink(missing_ok=True)
     return Path(path)
 
 
@@ -245,34 +248,53 @@ def look(model: Any, pixels: Tensor) -> Tensor:
         return body.connector(body.vision_model(pixel_values=pixels).last_hidden_state).float()  # type: ignore[no-any-return]
 
 
-def learn_words(model: Any, tokenizer: Any, steps: int, batch: int, rate: float, seed: int, curve: Path) -> None:
-    """Stage W: train tower and connector without the decoder."""
+def learn_words(
+    model: Any, tokenizer: Any, steps: int, batch: int, rate: float, seed: int, curve: Path, saved: Path
+) -> None:
+    """Stage W: train tower and connector without the decoder; `saved` holds its state until it ends."""
     avoid_refused_instructions()
-    seeing = [*model.base_model.vision_model.parameters(), *model.base_model.connector.parameters()]
+    body = model.base_model
     reader, rng = WordReader(model.get_input_embeddings().weight, tokenizer), random.Random(seed)
-    groups: list[dict[str, Any]] = [{"params": seeing}, {"params": list(reader.parameters()), "lr": 3 * rate}]
+    seeing = nn.ModuleList([body.vision_model, body.connector, reader])
+    towers = [*body.vision_model.parameters(), *body.connector.parameters()]
+    groups: list[dict[str, Any]] = [{"params": towers}, {"params": list(reader.parameters()), "lr": 3 * rate}]
     optimizer = torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98))
     plan = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda step: min(1.0, (step + 1) / 50) * 0.5 * (1.02 + math.cos(math.pi * step / steps))
     )
     held = draw_batch(random.Random(seed + 1), 4 * batch, "fresh")
-    began = time.process_time()
-    for step in range(1, steps + 1):
+    parts, about = (seeing, optimizer, plan), [steps, batch, rate, seed]
+    first, rows, rng_state = _read_state(saved, parts, about)
+    rng.setstate(rng_state or rng.getstate())
+    began = time.process_time() - (rows[-1]["cpu_s"] if rows else 0.0)
+    for step in range(first + 1, steps + 1):
         pixels, cells = draw_batch(rng, batch)
         loss, _ = reader(look(model, pixels), cells)
         optimizer.zero_grad()
         loss.backward()
-        nn.utils.clip_grad_norm_(seeing, 1.0)
+        nn.utils.clip_grad_norm_(towers, 1.0)
         optimizer.step()
         plan.step()
         if step % LOG_EVERY == 0 or step == steps:
             with torch.no_grad():
                 held_loss, right = reader(look(model, held[0]), held[1])
             row = {"loss": loss.item(), "fresh_loss": held_loss.item(), "cpu_s": time.process_time() - began} | right
-            shown = {"step": step} | {name: round(value, 4) for name, value in row.items()}
-            with curve.open("a", encoding="utf-8") as lines:
-                lines.write(f"{json.dumps(shown)}\n")
-            LOGGER.info("words: %s", shown)
+            rows.append({"step": step} | {name: round(value, 4) for name, value in row.items()})
+            LOGGER.info("words: %s", rows[-1])
+            states = [part.state_dict() for part in parts]
+            with replaced(saved) as draft:
+                torch.save({"about": about, "rows": rows, "rng": rng.getstate(), "states": states}, draft)
+    write_atomically(curve, "".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def _read_state(saved: Path, parts: Sequence[Any], about: list[Any]) -> tuple[int, list[dict[str, Any]], Any]:
+    """Load the state of an interrupted stage W of the same settings; its step, its curve and its random numbers."""
+    if not saved.is_file() or (state := torch.load(saved, weights_only=True))["about"] != about:
+        return 0, [], None
+    for part, own in zip(parts, state["states"], strict=True):
+        part.load_state_dict(own)
+    LOGGER.info("words: going on after step %d", state["rows"][-1]["step"])
+    return state["rows"][-1]["step"], state["rows"], state["rng"]
 
 
 @torch.no_grad()
