@@ -28,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
     families = ["qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3", "qwen3"]
     add("--family", choices=families, default="qwen2_5_vl", help="of the built model; the last three: --only step")
-    add("--model", metavar="DIR", type=Path, help="model folder, or name of a packaged model, in place of a built one")
+    add("--model", metavar="DIR", type=Path, help="folder or packaged name of a model to use instead of building one")
     add("--folder", metavar="DIR", type=output_folder, default=BenchOptions.folder, help="where built things are kept")
     add("--out", metavar="FILE", type=output_file, help="write the JSON to a file as well")
     add("--quick", action="store_true", help="tiny sizes that only show that everything runs")

@@ -50,7 +50,8 @@ class ArmConfig:
     """Another arm whose runs this one reads, with its own `metrics`, such as a rule that every run measures in addition
     to what it trains; nothing is run for this arm."""
     value_of: str | None = None
-    """Another arm whose value of the swept parameter this one takes, as a control without a signal to tune by does."""
+    """Use the value of the swept parameter chosen for this arm, for example in a shuffled-reward control, which has no
+    signal to tune on."""
     reads: str = choice("end", ("end", "start"))
     """Evaluation of its runs that counts: end, the last one, or start, the one before any update; with `runs_of` an arm
     that represents the start."""

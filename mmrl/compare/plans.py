@@ -138,8 +138,10 @@ def _sweep_share(experiment: ExperimentConfig) -> float:
         return 1.0
     arm, value = tuned_arms(experiment)[0], experiment.sweep.values[0]
     plans = [plan_arm_run(experiment, Path(), arm, 0, value, sweeping) for sweeping in (True, False)]
-    steps = [given_values(plan.config, plan.overrides).get("trainer", {}).get("steps") for plan in plans]
-    return float(steps[0] / steps[1]) if all(steps) else 1.0
+    short, whole = ((given_values(plan.config, plan.overrides).get("trainer") or {}).get("steps") for plan in plans)
+    if isinstance(short, int) and isinstance(whole, int) and whole > 0:
+        return short / whole
+    return 1.0  # epochs, or a reference
 
 
 def _effective(overrides: Sequence[str]) -> list[str]:

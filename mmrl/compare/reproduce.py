@@ -118,7 +118,7 @@ def smaller(experiment: ExperimentConfig, findings: Sequence[FindingConfig], see
         if sweep is not None and not swept and settings.runs_of is None:
             overrides = {**settings.overrides, sweep.parameter: evidence.chosen[arm]}
             settings = replace(settings, overrides=overrides)
-        # without the arm that it would follow, an arm has a sweep of its own
+        # an arm whose `value_of` is left out gets its own sweep
         arms[arm] = replace(settings, value_of=settings.value_of if swept and settings.value_of in about else None)
     labels = {arm: label for arm, label in experiment.figure.labels.items() if arm in arms}
     metrics = dict.fromkeys(found.metric for found in findings if found.metric and found.metric != experiment.metric)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from mmrl.vlm.model.model_config import FrozenModelConfig
 
+LOGGER = logging.getLogger("mmrl")
 BATCH = 64
 """Answers written at a time."""
 
@@ -92,4 +94,6 @@ def _accepted(written: list[tuple[VlmTask, str, list[int]]], reward: RewardConfi
         found = score_texts(scorer, TrainerState(), tasks, list(map(question_text, tasks)), texts, tokens)
     finally:
         scorer.close()
+    for name, message in found.examples.items():
+        LOGGER.warning("reward %s failed, and such answers are left out: %s", name, message)
     return [row for row, score in zip(written, found.terms[reward.name], strict=True) if score == 1.0]
