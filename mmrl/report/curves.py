@@ -14,7 +14,6 @@ from mmrl.report.charts import Chart, Series, interval_chart, line_chart, panel_
 from mmrl.report.folder import RunFolder, estimate
 from mmrl.report.report_tables import JUDGED, UNJUDGED, readable_name, unit_of
 from mmrl.runs.metrics import STAGES, STAGES_BETWEEN, label, measured
-from mmrl.runs.statistics import SHARES
 
 
 def curves(run: RunFolder) -> list[dict[str, Any]]:
@@ -125,7 +124,7 @@ def _accuracy_charts(run: RunFolder) -> list[dict[str, Any]]:
     asked: list[tuple[str, list[dict[str, Any]], dict[str, str]]] = []
     for split in run.splits:
         records = run.of_split(split)
-        protocols = measured(records, SHARES)
+        protocols = run.shares(records)
         if len(records) < 2 or not protocols:
             continue
         title = f"{protocols[0].partition('/')[0].capitalize()} on {split}"

@@ -12,7 +12,9 @@ from typing import Any
 from mmrl.errors import UserError
 from mmrl.files import LARGEST_YAML, read_json_object, read_text, read_yaml
 from mmrl.recipes import shown_name
+from mmrl.runs.metrics import measured
 from mmrl.runs.records import Outcome, read_outcomes
+from mmrl.runs.statistics import SHARES
 from mmrl.runs.tracking import describe_metric, metric_definitions, read_evaluations, read_metrics
 
 EVALUATED = "evaluate"
@@ -93,6 +95,12 @@ class RunFolder:
         """Whether nothing was trained: `mmrl evaluate` of a model."""
         tags = {record.get("tag") for record in self.evaluations}
         return not self.metrics and tags == {EVALUATED}
+
+    def shares(self, records: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Accuracies or successes among the metrics of records, the one of `checkpoint.best_metric` first."""
+        block = self.settings.get("checkpoint")
+        best = block.get("best_metric") if isinstance(block, dict) else None
+        return sorted(measured(records, SHARES), key=lambda name: name != best)
 
     def of_split(self, split: str) -> list[dict[str, Any]]:
         """Evaluations of one split in the order of steps."""

@@ -204,7 +204,7 @@ def headline(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
     tables = []
     for split in runs[-1].splits:
         points = evaluation_points(runs, split)
-        protocols = measured([point.record for point in points], SHARES)
+        protocols = runs[-1].shares([point.record for point in points])
         if protocols:
             tables.append(
                 {
@@ -218,7 +218,7 @@ def headline(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
 
 def headline_name(run: RunFolder) -> str:
     """Metric of the headline: accuracy or success."""
-    names = measured(run.evaluations, SHARES)
+    names = run.shares(run.evaluations)
     return names[0].partition("/")[0] if names else SHARES[0].partition("/")[0]
 
 
@@ -230,7 +230,8 @@ def part_tables(runs: Sequence[RunFolder], metric: str = "") -> list[dict[str, A
     tables = []
     for split in runs[-1].splits:
         points = [point for point in evaluation_points(runs, split) if point.outcomes]
-        protocols = measured([point.record for point in points], (metric,) if metric else SHARES)
+        records = [point.record for point in points]
+        protocols = measured(records, (metric,)) if metric else runs[-1].shares(records)
         groups = _part_groups(points, protocols[0]) if protocols else []
         if groups:
             columns = [{"label": point.label, "step": point.record["step"]} for point in points]

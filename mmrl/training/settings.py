@@ -169,7 +169,8 @@ class CheckpointConfig:
     keep: int = bounded(2, at_least=0)
     """Newest checkpoints kept, besides the best one; 0 = all."""
     best_metric: str = rare("")
-    """Evaluation metric whose highest value marks the best checkpoint; empty = the first accuracy or score."""
+    """Evaluation metric that comes first in the report, and whose highest value marks the best checkpoint; empty = the
+    first accuracy or score."""
 
 
 @dataclass

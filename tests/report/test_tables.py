@@ -1,7 +1,9 @@
 import pytest
 
+from mmrl.report.folder import read_run
 from mmrl.report.gallery import readable_answer
-from mmrl.report.page import write_report
+from mmrl.report.page import outcome, write_report
+from mmrl.report.report_tables import headline
 from mmrl.runs.records import Outcome, SampleRecord, write_outcomes, write_samples
 from mmrl.runs.statistics import difference_interval, paired_difference, wilson_interval
 from mmrl.runs.tracking import Tracker
@@ -10,8 +12,8 @@ from tests.report.pages import Page, log_evaluation
 
 def log_outcomes(folder, step, right, hints):
     scores = [Outcome(f"q{n}", {"accuracy/greedy": x, "terms/reads/greedy": 1.0}) for n, x in enumerate(right)]
-    for outcome, hint in zip(scores, hints, strict=True):
-        outcome.parts = {"hint": hint}
+    for score, hint in zip(scores, hints, strict=True):
+        score.parts = {"hint": hint}
     write_outcomes(folder, step, "test", scores)
     low, high = wilson_interval(sum(right), len(right))
     value = sum(right) / len(right)
@@ -119,3 +121,13 @@ def test_a_run_that_changed_nothing_still_shows_its_end(tmp_path):
 )
 def test_whitespace_that_would_show_as_emptiness_is_written_out(answer, shown):
     assert readable_answer(answer) == shown
+
+
+def test_the_metric_that_chooses_the_best_checkpoint_comes_first(tmp_path):
+    for step, greedy, sampled in ((0, 0.6, 0.1), (8, 0.9, 0.7)):
+        numbers = {"n": 9, "accuracy/greedy": greedy, "accuracy/sampled": sampled}
+        Tracker(tmp_path).evaluation(step, "during", "test", numbers)
+    assert headline([read_run(tmp_path)])[0]["protocols"] == ["greedy", "sampled"]
+    (tmp_path / "config.yaml").write_text("checkpoint: {best_metric: accuracy/sampled}\n")
+    assert headline([read_run(tmp_path)])[0]["protocols"] == ["sampled", "greedy"]
+    assert "from 10.0 to 70.0" in outcome([read_run(tmp_path)])[0]

@@ -47,7 +47,7 @@ def _headline_lines(trained: Path) -> list[str]:
     """Both protocols before and after, with 95 % intervals; sampled first, since that is what the reward trains."""
     lines = []
     for table in headline([read_run(trained)]):
-        for place, protocol in sorted(enumerate(table["protocols"]), key=lambda found: found[1] != "sampled"):
+        for place, protocol in enumerate(table["protocols"]):
             before, after = (row["cells"][place] for row in (table["rows"][0], table["rows"][-1]))
             ends = " to ".join(f"{cell['value']} {cell['interval']}" for cell in (before, after))
             lines.append(f"{protocol}: {ends}, change {after['change']} {after['change_interval']}")
