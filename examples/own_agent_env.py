@@ -1,15 +1,10 @@
 """Train a tiny vision-language model as an agent in your own environment."""
 
-import json
 import tempfile
 from pathlib import Path
 
-from mmrl.agents import ActionConfig, AgentConfig, EnvironmentConfig, EpisodeConfig, TaskSetConfig
-from mmrl.recipes import find_recipe
-from mmrl.runs.tracking import TrackingConfig
-from mmrl.training.run import train
-from mmrl.training.settings import TrainerConfig
-from mmrl.vlm import ModelConfig, SamplerConfig
+from mmrl import train
+from mmrl.vlm.toy.digits import build_model
 
 
 class Guess:
@@ -28,23 +23,22 @@ class Guess:
         pass
 
 
-# Environments run in worker processes that import this file, so training must be guarded by this line.
-if __name__ == "__main__":
-    folder = Path(tempfile.mkdtemp(prefix="own-agent-env-"))
-    config = AgentConfig(
-        recipe="agent",
-        output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(folder / "model"), build="mmrl.vlm.toy.digits:build_model"),
-        environment=EnvironmentConfig(factory=f"{__file__}:Guess", workers=2),
-        data=TaskSetConfig(seeds=5),
-        actions=ActionConfig(format="text"),  # the whole answer is the action
-        episode=EpisodeConfig(max_turns=2),
-        sampler=SamplerConfig(max_new_tokens=4),
-        trainer=TrainerConfig(steps=15, tasks_per_step=4, samples_per_task=8, learning_rate=1e-2),
-        tracking=TrackingConfig(tensorboard=False),
-    )
-    config.validate()
-    run = train(find_recipe("agent"), config)
+folder = Path(tempfile.mkdtemp(prefix="own-agent-env-"))
+build_model(str(folder / "model"))
 
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    print(f"mean reward in the first step: {steps[0]['reward/mean']:.2f}, in the last: {steps[-1]['reward/mean']:.2f}")
+run = train(
+    "grpo",
+    model=folder / "model",
+    env=Guess,
+    data=5,  # seeds
+    steps=15,
+    tasks_per_step=4,
+    samples_per_task=8,
+    max_new_tokens=4,
+    max_turns=2,
+    learning_rate=1e-2,
+    output_dir=folder / "run",
+    options={"actions.format": "text"},  # the whole answer is the action
+)
+first, last = run.metrics[0], run.metrics[-1]
+print(f"mean reward in the first step: {first['reward/mean']:.2f}, in the last: {last['reward/mean']:.2f}")

@@ -1,13 +1,13 @@
 """Train your own robot policy in your own Gymnasium environment."""
 
-import json
 import tempfile
 
 import gymnasium
 import numpy as np
 import torch
 
-from robotics import EpisodeSetConfig, ModuleAdapter, RobotGrpoConfig, SimConfig, draw_rows, train_robot
+from mmrl import train
+from robotics import draw_rows
 
 
 class Cart(gymnasium.Env):
@@ -43,17 +43,16 @@ class Driver(torch.nn.Module):
         return torch.distributions.Normal(self.net(obs["state"]), 0.5).log_prob(actions).sum(-1)
 
 
-# Environments run in worker processes that import this file, so training must be guarded by this line.
-if __name__ == "__main__":
-    torch.manual_seed(0)
-    config = RobotGrpoConfig(recipe="robot_grpo", output_dir=tempfile.mkdtemp(prefix="own-robot-env-"))
-    config.sim = SimConfig(kind="gymnasium", env=f"{__file__}:Cart", horizon=20, image_size=0, workers=2)
-    config.data = EpisodeSetConfig(layouts=50)  # layouts are the seeds of `reset`
-    config.eval_data = {"held_out": EpisodeSetConfig(layouts=20, split="held_out")}
-    config.evaluation.greedy, config.evaluation.samples = False, 1
-    config.trainer.steps, config.trainer.learning_rate = 8, 1e-2
-    run = train_robot(config, ModuleAdapter(Driver(), action_size=1))
-
-    for line in (run / "evaluations.jsonl").read_text().splitlines():
-        row = json.loads(line)
-        print(f"{row['tag']} training: success {row['success/sampled']:.2f}")
+torch.manual_seed(0)
+run = train(
+    "grpo",
+    model=Driver(),
+    env=Cart,
+    data=50,  # layouts, the seeds of `reset`
+    eval_data=20,
+    steps=8,
+    learning_rate=1e-2,
+    output_dir=tempfile.mkdtemp(prefix="own-robot-env-"),
+    options={"sim": {"horizon": 20, "image_size": 0, "workers": 2}, "evaluation": {"greedy": False, "samples": 1}},
+)
+print(run.evaluation)

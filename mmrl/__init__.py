@@ -1,1 +1,25 @@
-"""Multimodal and embodied reinforcement learning on one policy-optimisation core; import its rooms by name."""
+"""Multimodal and embodied reinforcement learning on one policy-optimisation core.
+
+    from mmrl import train
+
+    run = train("grpo", model="smollm2", data=rows, reward=score, eval_data=held_out, steps=40)
+
+Other packages are imported by name, such as `mmrl.core`; importing this one loads none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mmrl.api.result import Run as Run
+    from mmrl.api.training import train as train
+
+_HOMES = {"train": "mmrl.api.training", "Run": "mmrl.api.result"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'mmrl' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)

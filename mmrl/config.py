@@ -36,6 +36,13 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RecipeEnt
     return _filled_run(_merge_sources(Path(path), overrides), str(path))
 
 
+def run_from_values(values: Mapping[str, Any], where: str) -> tuple[RecipeEntry, Any]:
+    """`load_run` of nested values instead of a file; texts are taken as they are."""
+    from omegaconf import OmegaConf
+
+    return _filled_run(OmegaConf.create(escaped(dict(values))), where)
+
+
 @contextlib.contextmanager
 def foreign_run(
     path: Path | str, overrides: Sequence[str] = (), allow: Sequence[str] = (), written: Path | None = None

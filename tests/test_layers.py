@@ -44,8 +44,9 @@ MAY_IMPORT |= {
     "diffusion.contrib": ROOMS[: ROOMS.index("robotics")],
     "robotics.contrib": ROOMS,
 }
-# The command line imports everything; no room may import it.
-TOP = ("mmrl.cli",)
+# The command line and `mmrl.train` import everything; no room may import them. `import mmrl` gives out the latter.
+MAY_IMPORT["mmrl"] = ("mmrl.api",)
+TOP = ("mmrl.cli", "mmrl.api")
 SUITE = ("mmrl", "diffusion", "robotics")
 
 

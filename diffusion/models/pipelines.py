@@ -27,6 +27,7 @@ from mmrl.errors import UserError
 from mmrl.files import expanded, read_json_object
 from mmrl.hub.building import check_finite, first_line, may_be_hub_id
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
+from mmrl.workers.given import take_model
 
 INDEX_FILE = "model_index.json"
 LIBRARIES = ("diffusers", "transformers")
@@ -301,6 +302,8 @@ def _absent_parts(index: dict[str, Any], family: type[Family], where: str, folde
 def _from_pretrained(where: str, index: dict[str, Any], dtype: torch.dtype, absent: list[str]) -> Any:
     import diffusers
 
+    if (own := take_model(where)) is not None:
+        return own.to(dtype)
     missing: dict[str, Any] = dict.fromkeys(absent)
     try:
         for part in index.values():

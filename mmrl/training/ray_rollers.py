@@ -53,6 +53,7 @@ from mmrl.training.rollers import (
 )
 from mmrl.training.rollout_worker import RolloutWorker, WorkerJob, add_notes, checksum, trained_weights
 from mmrl.training.settings import BaseRunConfig, RollersConfig
+from mmrl.workers import given
 
 LOGGER = logging.getLogger("mmrl")
 START_S = 600.0
@@ -292,7 +293,8 @@ class RayRollers:
         try:
             _check_room(options)
             # trained weights are sent every step, so only the frozen ones are compared
-            job = WorkerJob(entry, config, os.getcwd(), versions(), checksum(recipe.policy, trained=False))
+            frozen = checksum(recipe.policy, trained=False)
+            job = WorkerJob(entry, config, os.getcwd(), versions(), frozen, given.portable(weights=True))
             self._crew = RayCrew(_pickled(job), options, self._link.raylet)
             self._dealer = Dealer(self._crew, self._size)
             hello = self._dealer.start()

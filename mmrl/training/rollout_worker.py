@@ -12,7 +12,7 @@ import traceback
 from collections import Counter
 from collections.abc import Iterator, Mapping, MutableSequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.training.processes import HeapTrimmer, limit_primitive_cache, make_accelerator, seed_everything, versions
 from mmrl.training.recipe import Recipe
 from mmrl.training.rollers import Hello, NotStarted, TrialUnit, Unit, UnitOutcome, measured, sampled
+from mmrl.workers import given
 
 LOGGER = logging.getLogger("mmrl")
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
@@ -127,6 +128,8 @@ class WorkerJob:
     versions: Mapping[str, str]
     frozen: int
     """Checksum of the weights that are not trained."""
+    objects: Mapping[str, bytes] = field(default_factory=dict)
+    """Objects of the program that started the run, see `mmrl.workers.given`."""
 
 
 class RolloutWorker:
@@ -174,6 +177,7 @@ class RolloutWorker:
             return NotStarted(f"the worker on {host} has no folder {job.folder}, in which the run was started")
         # paths of the configuration are relative to where the run was started
         os.chdir(job.folder)
+        given.receive(job.objects)
         config = job.config
         # the recipe writes tracebacks and videos somewhere; they are sent back and removed
         self._output = tempfile.TemporaryDirectory(prefix="mmrl-worker-")

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mmrl.errors import RunError
-from mmrl.workers import family, sandbox, wire
+from mmrl.workers import family, given, sandbox, wire
 from mmrl.workers.loading import RESTRICTED
 from mmrl.workers.memory import device_variables
 from mmrl.workers.wire import Message, describe_error
@@ -222,7 +222,8 @@ class WorkerProcess:
         # Finds what a worker started even where that left its group and lost its parent.
         self._token = secrets.token_hex(8)
         self._limits = spec.strict
-        self._process = _start(spec, self._token)
+        objects = _objects_for(spec)
+        self._process = _start(spec, self._token, bool(objects))
         self._pipes = [self._process.stdin, self._process.stdout, self._process.stderr]
         self._stdin, self._stdout, self._stderr = (pipe.fileno() if pipe is not None else -1 for pipe in self._pipes)
         self._decoder, self._outgoing, self._output = (
@@ -241,6 +242,9 @@ class WorkerProcess:
                 os.set_blocking(fd, False)
         self._serve(self._stdout, selectors.EVENT_READ, self._read_messages)
         self._serve(self._stderr, selectors.EVENT_READ, self._read_output)
+        if objects:
+            self._outgoing += wire.pack({"kind": "given"}, objects)
+            self.flush()
 
     @property
     def pid(self) -> int:
@@ -398,12 +402,21 @@ class WorkerProcess:
         return status.si_status if status.si_code == os.CLD_EXITED else -status.si_status
 
 
-def _start(spec: WorkerSpec, token: str) -> subprocess.Popen[bytes]:
+def _objects_for(spec: WorkerSpec) -> dict[str, np.ndarray]:
+    """Objects of this program that a worker gets before its service is made; another interpreter gets none."""
+    if spec.python is not None or not (objects := given.portable()):
+        return {}
+    import numpy as np
+
+    return {name: np.frombuffer(content, dtype=np.uint8) for name, content in objects.items()}
+
+
+def _start(spec: WorkerSpec, token: str, objects: bool) -> subprocess.Popen[bytes]:
     # Beyond the heartbeat's limit, since the pool should find a stuck worker first and say why.
     watchdog_s = 0.0 if spec.heartbeat_timeout_s is None else spec.heartbeat_timeout_s + ORPHAN_SECONDS
     # A foreign Python has not this process's paths, but a user's `path/to/file.py` is relative to here.
     paths = [] if spec.python is None else [os.getcwd()]
-    options = {"service": dict(spec.options), "paths": paths, "watchdog_s": watchdog_s}
+    options = {"service": dict(spec.options), "paths": paths, "watchdog_s": watchdog_s, "given": objects}
     command = [spec.python or sys.executable, str(SCRIPT), spec.service, json.dumps(options)]
     # Of this process, so that libraries and devices are found as here.
     variables = _variables(spec)

@@ -22,6 +22,7 @@ if __name__ == "__main__" and os.path.realpath(sys.path[0]) == os.path.dirname(o
     del sys.path[0]
 
 import faulthandler
+import importlib
 import importlib.util
 import json
 import select
@@ -129,6 +130,13 @@ class Pipes:
         self._busy = message is not None
         return message
 
+    def receive_now(self) -> wire.Message:
+        """Wait for a message that is under way."""
+        message = wire.read(self._input)
+        if message is None:
+            _leave()
+        return message
+
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
         """Send an answer, after which heartbeats stop until the next request."""
         data = wire.pack(fields, arrays)
@@ -204,6 +212,8 @@ def main(service: str, options: Mapping[str, Any]) -> None:
     sys.meta_path.insert(0, ImportNotes(pipes))  # type: ignore[arg-type]
     # In front: a foreign Python finds the user's files by these.
     sys.path[:0] = [path for path in options.get("paths", []) if path not in sys.path]
+    if options.get("given"):
+        importlib.import_module("mmrl.workers.given").receive(pipes.receive_now().arrays)
     try:
         file, _, name = service.rpartition(":")
         worker: Service = getattr(load_file(file, "mmrl_service"), name)(**options.get("service", {}))

@@ -26,6 +26,7 @@ from mmrl.hub.packaged import PACKAGED, resolve_packaged
 from mmrl.rewards.reward_loading import load_function
 from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.model_config import CriticSettings, FrozenModelConfig, LoraSettings, ModelConfig
+from mmrl.workers import given
 
 BASE_FILE = "base.json"
 """File next to an adapter with the relative path of its base model."""
@@ -86,6 +87,8 @@ def load_network(config: ModelConfig, base: str) -> Any:
     """Load a transformers model with its language model head."""
     if (Path(base) / ADAPTER_CONFIG).is_file():  # which transformers would read, and its pickles, without a word
         raise UserError(f"{base} holds a model, and an adapter ({ADAPTER_CONFIG}) too; keep them apart")
+    if (own := given.take_model(base)) is not None:
+        return _borrowed(own[0] if isinstance(own, tuple) else own, config)
     auto = auto_class(_model_type(base), base)
     try:
         with quiet_transformers():
@@ -104,6 +107,14 @@ def load_network(config: ModelConfig, base: str) -> Any:
         missing = sorted(report["missing_keys"])
         raise UserError(f"the weight files in {base} lack {len(missing)} tensors, for example {missing[0]}")
     check_finite(dict(network.named_parameters()), base)
+    network.generation_config = _neutral(network.generation_config)
+    return network
+
+
+def _borrowed(network: Any, config: ModelConfig) -> Any:
+    """A model that the user's program has loaded, prepared as a loaded one is."""
+    network.to(getattr(torch, config.dtype))
+    network.set_attn_implementation(config.attention)
     network.generation_config = _neutral(network.generation_config)
     return network
 

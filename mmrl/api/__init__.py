@@ -1,0 +1,1 @@
+"""Training from Python objects: `from mmrl import train`. It lies above all other packages, like the command line."""

@@ -1,0 +1,393 @@
+"""Arguments of `mmrl.train` as the values of a configuration, and the objects that they name."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from mmrl.api.methods import is_module, is_network, is_pipeline
+from mmrl.api.rows import HELD_OUT, place, splits_of
+from mmrl.entries import RecipeEntry
+from mmrl.errors import UserError, did_you_mean
+from mmrl.fields import hints_of
+from mmrl.files import expanded
+from mmrl.workers import given
+from mmrl.workers.loading import GIVEN, names_function
+
+LOGGER = logging.getLogger("mmrl")
+START = "start"
+"""Folder in a run of a model that was given loaded, with its weights at the start."""
+OTHER_NAMES = {
+    "num_generations": "samples_per_task",
+    "max_completion_length": "max_new_tokens",
+    "max_steps": "steps",
+    "beta": "objective.kl.coef",
+}
+"""Names of TRL's GRPOConfig, and those of the same options here."""
+SECTIONS = ("", "trainer", "sampler", "model", "evaluation", "objective", "episode", "data")
+"""Sections in whose order an option is looked for that is given without its section."""
+
+
+@dataclass
+class Inputs:
+    """A configuration in the making, the objects that it names, and what else a run has to know of them."""
+
+    entry: RecipeEntry
+    folder: Path
+    """Run folder."""
+    resumes: bool = False
+    """Whether the run in it is continued."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Nested values of the configuration."""
+    objects: dict[str, Any] = field(default_factory=dict)
+    """Objects by the names under which the configuration has them."""
+    models: dict[str, Any] = field(default_factory=dict)
+    """Loaded models by the folder of their weights."""
+    modes: list[tuple[Any, bool]] = field(default_factory=list)
+    """Loaded modules, and whether they were in training mode."""
+
+    def set(self, key: str, value: Any) -> None:
+        """Set an option by its dotted name; a mapping sets each of its entries."""
+        if isinstance(value, Mapping) and value:
+            for name, each in value.items():
+                self.set(f"{key}.{name}", each)
+            return
+        *parents, last = key.split(".")
+        section = self.values
+        for parent in parents:
+            section = section.setdefault(parent, {})
+            if not isinstance(section, dict):
+                raise UserError(f"option {key} has a value inside of '{parent}', which has a value itself")
+        section[last] = value
+
+    def name_of(self, value: Any, kind: str) -> str:
+        """How a configuration names a callable: by its module, or as an object of this program."""
+        if spec := _importable(value):
+            return spec
+        name = str(getattr(value, "__name__", "") or type(value).__name__)
+        name = name if name.isidentifier() else kind  # <lambda>
+        taken = [other for other, known in self.objects.items() if known is not value]
+        unique, number = name, 2
+        while unique in taken:
+            unique, number = f"{name}_{number}", number + 1
+        self.objects[unique] = value
+        return f"{GIVEN}:{unique}"
+
+
+def _importable(value: Any) -> str | None:
+    """`module:name` of a function or class that every process can import; None for others."""
+    module, name = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
+    if not module or module == "__main__" or not (inspect.isfunction(value) or inspect.isclass(value)):
+        return None
+    home: Any = sys.modules.get(module)
+    if home is None or not getattr(home, "__file__", None):  # such as a module typed into an interpreter
+        return None
+    for part in name.split("."):
+        home = getattr(home, part, None)
+    return f"{module}:{name}" if home is value else None
+
+
+def _config_class(entry: RecipeEntry) -> Any:
+    return entry.load_config_class()
+
+
+def _section(entry: RecipeEntry, name: str) -> Any:
+    """Class of a section of a recipe's configuration; None if it has none."""
+    return hints_of(_config_class(entry)).get(name)
+
+
+def take_model(inputs: Inputs, model: Any) -> None:
+    """Set the model; one that is loaded already is saved once, and used as it is."""
+    if model is None:
+        return
+    if isinstance(model, str | Path):
+        inputs.set("model.path", str(model))
+    elif isinstance(model, Mapping):
+        inputs.set("model", model)
+    elif is_pipeline(model):
+        _take_pipeline(inputs, model)
+    elif is_network(model) or (isinstance(model, tuple) and model and is_network(model[0])):
+        _take_network(inputs, *(model if isinstance(model, tuple) else (model,)))
+    elif is_module(model):
+        section = _section(inputs.entry, "model")
+        if "kind" not in {item.name for item in fields(section)}:
+            raise UserError(
+                f"model is a {type(model).__name__}, which '{inputs.entry.name}' cannot train; it takes a folder, a hub "
+                "id, or a loaded model of transformers or diffusers"
+            )
+        name = given.MODEL
+        inputs.objects[name] = lambda: model
+        inputs.set("model.kind", f"{GIVEN}:{name}")
+        inputs.modes.append((model, model.training))
+        # a plain module chooses one action at a time, unless it says otherwise
+        inputs.set("model.chunk", int(getattr(model, "chunk", 1)))
+    else:
+        raise UserError(
+            f"model is a {type(model).__name__}; give a folder, a hub id, the name of a packaged model, (model, "
+            "processor) of transformers, a pipeline of diffusers, or a robot policy that is a torch.nn.Module"
+        )
+
+
+def _take_network(inputs: Inputs, network: Any, processor: Any = None) -> None:
+    """Take a model of transformers; its processor is read from where the model came from, unless it is given."""
+    if getattr(network, "peft_config", None):
+        raise UserError("model has adapters already; give the model that they belong to, and lora=... for new ones")
+    if processor is None:
+        processor = _processor_of(network)
+
+    def save(folder: Path) -> None:
+        network.save_pretrained(str(folder))
+        processor.save_pretrained(str(folder))
+
+    def restore(folder: Path) -> None:
+        network.load_state_dict(type(network).from_pretrained(str(folder), dtype=network.dtype).state_dict())
+
+    _take_saved(inputs, network, save, restore, [network])
+    dtype = str(network.dtype).removeprefix("torch.")
+    inputs.set("model.dtype", dtype)
+
+
+def _take_pipeline(inputs: Inputs, pipeline: Any) -> None:
+    parts = {name: part for name, part in pipeline.components.items() if is_module(part)}
+
+    def restore(folder: Path) -> None:
+        for name, part in parts.items():
+            saved = type(part).from_pretrained(str(folder), subfolder=name, torch_dtype=part.dtype)
+            part.load_state_dict(saved.state_dict())
+
+    _take_saved(inputs, pipeline, lambda folder: pipeline.save_pretrained(str(folder)), restore, parts.values())
+
+
+def _processor_of(network: Any) -> Any:
+    from mmrl.hub.compat import quiet_transformers
+    from mmrl.vlm.model.processor import load_processor
+
+    origin = getattr(network.config, "_name_or_path", "") or getattr(network, "name_or_path", "")
+    if not origin:
+        raise UserError(
+            "model came without its processor, and does not say where it was loaded from; give (model, processor)"
+        )
+    with quiet_transformers():
+        return load_processor(origin)
+
+
+def _take_saved(
+    inputs: Inputs, model: Any, save: Callable[[Path], None], restore: Callable[[Path], None], parts: Any
+) -> None:
+    """Save a loaded model as the start of the run, and lend it to the run.
+
+    In a run that is resumed it becomes that start again, from which the run takes its reference.
+    """
+    folder = inputs.folder / START
+    if inputs.resumes and folder.is_dir():
+        restore(folder)
+    elif os.environ.get("RANK", "0") == "0":
+        shutil.rmtree(folder, ignore_errors=True)
+        partial = folder.with_name(f".partial-{START}")
+        shutil.rmtree(partial, ignore_errors=True)
+        save(partial)
+        partial.rename(folder)
+    else:  # the first process saves it, for all
+        while not folder.is_dir():
+            time.sleep(0.1)
+    inputs.models[str(folder)] = model
+    inputs.set("model.path", str(folder))
+    inputs.modes += [(part, part.training) for part in parts if is_module(part)]
+
+
+def take_rows(inputs: Inputs, data: Any, eval_data: Any) -> None:
+    """Set the training rows and the held-out ones."""
+    sets = splits_of(data, "data") if data is not None else {}
+    if "" not in sets and sets:  # such as a DatasetDict
+        if "train" not in sets:
+            raise UserError(f"data has the sets {', '.join(sets)}, of which none is called train")
+        held_out = {name: rows for name, rows in sets.items() if name != "train"}
+        sets = {"": sets["train"]}
+        eval_data = held_out if eval_data is None and held_out else eval_data
+    if sets:
+        _take_set(inputs, sets[""], "data", "train")
+    for name, rows in (splits_of(eval_data, "eval_data") if eval_data is not None else {}).items():
+        _take_set(inputs, rows, f"eval_data.{name or HELD_OUT}", name or HELD_OUT)
+    _keep_apart(inputs)
+
+
+def _take_set(inputs: Inputs, rows: Any, key: str, name: str) -> None:
+    section = _section(inputs.entry, "data")
+    if not is_dataclass(section):
+        raise UserError(f"'{inputs.entry.name}' has no data")
+    known = {item.name for item in fields(section)}
+    count = next((option for option in ("layouts", "seeds") if option in known), None)
+    if isinstance(rows, Mapping):
+        inputs.set(key, rows)
+    elif isinstance(rows, int) and not isinstance(rows, bool):
+        if count is None:
+            raise UserError(f"{key} is {rows}; '{inputs.entry.name}' takes rows: a list of dicts, a Dataset or a path")
+        inputs.set(f"{key}.{count}", rows)
+    else:
+        option = next((option for option in ("path", "file") if option in known), None)
+        if option is None:
+            raise UserError(f"{key}: '{inputs.entry.name}' takes no rows; give the number of {count or 'tasks'}")
+        inputs.set(f"{key}.{option}", place(rows, inputs.folder / "data", name))
+
+
+def _keep_apart(inputs: Inputs) -> None:
+    """Give held-out seeds and layouts that were given as numbers other values than those of training."""
+    trained = inputs.values.get("data", {})
+    for chosen in inputs.values.get("eval_data", {}).values():
+        if "layouts" in chosen:
+            chosen.setdefault("split", "held_out")
+        if "seeds" in chosen and "seeds" in trained:
+            chosen.setdefault("first_seed", trained.get("first_seed", 0) + trained["seeds"])
+
+
+def take_rewards(inputs: Inputs, reward: Any) -> None:
+    """Set the reward terms: functions with TRL's signature, names, and either with a weight."""
+    if reward is None:
+        return
+    if _section(inputs.entry, "rewards") is None:
+        raise UserError(
+            f"'{inputs.entry.name}' takes its reward from elsewhere (`mmrl options {inputs.entry.name} reward`); leave "
+            "reward out"
+        )
+    given_terms = list(_terms(reward))
+    terms: list[dict[str, Any]] = []
+    for label, function, weight in given_terms:
+        if isinstance(function, Mapping):
+            term = dict(function)
+            name = str(label or term.get("name", "reward"))
+        elif isinstance(function, str):
+            name, term = label or function, {"function": function if label and names_function(function) else None}
+        elif callable(function):
+            spec = inputs.name_of(function, "reward")
+            name = label or spec.rpartition(":")[2].rpartition(".")[2]
+            term = {"function": spec} | _isolation(inputs, spec, name)
+        else:
+            raise UserError(f"reward has a {type(function).__name__}; give functions, names, or (either, weight)")
+        taken = [other["name"] for other in terms]
+        unique, number = name, 2
+        while unique in taken:
+            unique, number = f"{name}_{number}", number + 1
+        terms.append({**{key: value for key, value in term.items() if value is not None}, "name": unique})
+        if weight is not None:
+            terms[-1]["weight"] = float(weight)
+    inputs.values["rewards"] = terms
+
+
+def _terms(reward: Any) -> Iterator[tuple[str, Any, float | None]]:
+    """Label, function or name, and weight of each term."""
+    if isinstance(reward, Mapping):
+        named: Sequence[tuple[str, Any]] = list(reward.items())
+    elif isinstance(reward, list) or (isinstance(reward, tuple) and not _is_weighted(reward)):
+        named = [("", each) for each in reward]
+    else:
+        named = [("", reward)]
+    for label, each in named:
+        yield (label, *each) if _is_weighted(each) else (label, each, None)
+
+
+def _is_weighted(value: Any) -> bool:
+    return (
+        isinstance(value, tuple)
+        and len(value) == 2
+        and isinstance(value[1], int | float)
+        and not isinstance(value[1], bool)
+    )
+
+
+def _isolation(inputs: Inputs, spec: str, name: str) -> dict[str, Any]:
+    """Run a function in this process if it cannot be sent to another one."""
+    if not spec.startswith(f"{GIVEN}:"):
+        return {}
+    with given.having(inputs.objects):
+        reason = given.unportable(spec.partition(":")[2])
+    if reason is None:
+        return {}
+    LOGGER.info("reward %s runs in the training process, since it cannot be sent to another: %s", name, reason)
+    return {"isolate": False}
+
+
+def take_env(inputs: Inputs, env: Any) -> None:
+    """Set the environment: a class or a function that makes it, an id of Gymnasium, or `module:name`."""
+    if env is None:
+        return
+    if hasattr(env, "step") and not isinstance(env, type | str):
+        raise UserError(
+            f"env is one environment, a {type(env).__name__}, and each worker needs its own; give its class, or a "
+            "function that makes one"
+        )
+    if not isinstance(env, str) and not callable(env):
+        raise UserError(f"env is a {type(env).__name__}; give a class, a function, an id of Gymnasium or module:name")
+    spec = env if isinstance(env, str) else inputs.name_of(env, "env")
+    if spec.startswith(f"{GIVEN}:"):
+        with given.having(inputs.objects):
+            if reason := given.unportable(spec.partition(":")[2]):
+                raise UserError(f"env cannot be sent to the worker processes: {reason}")
+    if _section(inputs.entry, "environment") is not None:
+        if names_function(spec):
+            inputs.set("environment.factory", spec)
+        else:
+            inputs.set("environment", {"factory": "gymnasium:make", "kwargs": {"id": spec}})
+    elif _section(inputs.entry, "sim") is not None:
+        from robotics.sim.opening import SIMULATORS
+
+        if spec in SIMULATORS:
+            inputs.set("sim.kind", spec)
+        else:
+            inputs.set("sim", {"kind": "gymnasium", "env": spec})
+    else:
+        raise UserError(f"'{inputs.entry.name}' has no environment; leave env out")
+
+
+def take_settings(inputs: Inputs, settings: Mapping[str, Any]) -> None:
+    """Set options by their dotted names, or by their last part where that says which one is meant."""
+    if not settings:
+        return
+    from mmrl.cli.options import options_of
+
+    known = {option.key for option in options_of(inputs.entry.load_defaults())}
+    for name, value in settings.items():
+        if name == "lora":
+            _take_lora(inputs, value)
+            continue
+        key = OTHER_NAMES.get(name, name)
+        inputs.set(key if "." in key else _found(key, known, inputs.entry.name), value)
+
+
+def _found(name: str, known: set[str], recipe: str) -> str:
+    for section in SECTIONS:
+        key = f"{section}.{name}" if section else name
+        if key in known:
+            return key
+    others = sorted(key for key in known if key.endswith(f".{name}"))
+    if len(others) == 1:
+        return others[0]
+    if others:
+        raise UserError(f"{name} may be {', '.join(others)}; give one of them in options={{...}}")
+    leaves = {key.rpartition(".")[2] for key in known} | OTHER_NAMES.keys()
+    raise UserError(
+        f"'{recipe}' has no option {name}; {did_you_mean(name, leaves)}`mmrl options {recipe}` has all of them"
+    )
+
+
+def _take_lora(inputs: Inputs, value: Any) -> None:
+    if isinstance(value, bool):
+        inputs.set("model.lora.enabled", value)
+    elif isinstance(value, int):
+        inputs.set("model.lora", {"enabled": True, "rank": value})
+    elif isinstance(value, Mapping):
+        inputs.set("model.lora", {"enabled": True, **value})
+    else:
+        raise UserError(f"lora is {value!r}; give true, a rank, or a dict of the options of model.lora")
+
+
+def absolute(path: str | Path) -> Path:
+    """A folder by its whole path."""
+    return expanded(str(path)).absolute()

@@ -1,0 +1,100 @@
+"""Which recipe, and which objective of it, the name of a method means for what is given."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mmrl.entries import RecipeEntry
+from mmrl.errors import UserError, did_you_mean
+from mmrl.files import expanded, read_json_object, read_yaml
+from mmrl.recipes import EVALUATIONS, all_recipes, find_recipe
+
+DOMAINS = {"language": "questions", "agents": "an agent", "images": "images", "robots": "a robot"}
+"""Domains of `mmrl.cli.explain.DOMAINS`, and what they train."""
+PACKAGES = {"mmrl.agents": "agents", "mmrl.contrib.agents": "agents", "diffusion": "images", "robotics": "robots"}
+"""Packages of recipes whose domain is not language."""
+
+
+def resolve(method: str, model: Any, env: Any) -> tuple[RecipeEntry, str]:
+    """The recipe of a method, and the objective's name where the method is one; raises UserError."""
+    if not isinstance(method, str):
+        raise UserError(f"method is a {type(method).__name__}; give a name such as 'grpo', 'papo' or 'robot_ppo'")
+    if method in all_recipes() or method.count(":") == 2:
+        return find_recipe(method, where="method"), ""
+    if method in EVALUATIONS:
+        raise UserError(f"method '{method}' trains nothing; `mmrl evaluate` runs it")
+    from mmrl.cli.explain import ROWS, places
+
+    if method not in ROWS:
+        names = [*all_recipes(), *ROWS]
+        hint = did_you_mean(method, names)
+        raise UserError(f"there is no method '{method}'; {hint}`mmrl list recipes` and `mmrl list objectives` have all")
+    domain = domain_of(model, env)
+    fitting = {place.domain: place for place in places(ROWS[method])}
+    place = fitting[domain]
+    if not place.recipe:
+        others = ", ".join(DOMAINS[name] for name, other in fitting.items() if other.recipe) or "nothing"
+        raise UserError(f"method '{method}' cannot train {DOMAINS[domain]}: {place.lacks}; it trains {others}")
+    return find_recipe(place.recipe), method
+
+
+def domain_of(model: Any, env: Any) -> str:
+    """Domain that a model and an environment belong to."""
+    said = _domain_of_model(model)
+    if said in ("images", "robots"):
+        return said
+    if env is None:
+        return "language"
+    if said == "agents":
+        return "agents"
+    raise UserError(
+        "env with a model that is neither a language model nor a robot policy: name the recipe as the method, such as "
+        "'agent', 'robot_grpo' or 'robot_ppo'"
+    )
+
+
+def _domain_of_model(model: Any) -> str:
+    """What a model says of itself: images, robots, or agents for a language model; empty if it does not say."""
+    if isinstance(model, tuple):
+        model = model[0]
+    if isinstance(model, str | Path):
+        return _domain_of_folder(str(model))
+    if isinstance(model, Mapping):
+        path = model.get("path")
+        return _domain_of_folder(path) if isinstance(path, str) else "robots" if "kind" in model else ""
+    if is_pipeline(model):
+        return "images"
+    if is_network(model):
+        return "agents"
+    return "robots" if is_module(model) else ""
+
+
+def _domain_of_folder(path: str) -> str:
+    folder = expanded(path)
+    if (folder / "config.yaml").is_file():  # of a run
+        recipe = read_yaml(folder / "config.yaml").get("recipe")
+        target = find_recipe(str(recipe), where=str(folder)).target
+        found = [domain for package, domain in PACKAGES.items() if target.startswith(f"{package}.")]
+        return found[0] if found else "agents"
+    if (folder / "model_index.json").is_file():
+        return "images"
+    if (folder / "config.json").is_file():
+        return "agents" if "model_type" in read_json_object(folder / "config.json") else "robots"
+    return "agents" if not folder.exists() else ""  # a hub id, or a packaged model
+
+
+def is_pipeline(model: Any) -> bool:
+    """Whether a loaded model is a pipeline of diffusers."""
+    return any(base.__name__ == "DiffusionPipeline" for base in type(model).__mro__)
+
+
+def is_network(model: Any) -> bool:
+    """Whether a loaded model is one of transformers."""
+    return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
+
+
+def is_module(model: Any) -> bool:
+    """Whether a loaded model is a module of torch."""
+    return any(base.__module__.startswith("torch.nn") and base.__name__ == "Module" for base in type(model).__mro__)

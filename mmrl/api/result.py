@@ -1,0 +1,261 @@
+"""A run of `mmrl.train`: its numbers, samples, report and model."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError, require_packages
+from mmrl.workers import given
+
+ENDS = ("/low", "/high")
+
+
+class Table(list[dict[str, Any]]):
+    """Rows as dictionaries, with equal columns."""
+
+    def to_pandas(self) -> Any:
+        """The rows as a pandas.DataFrame."""
+        require_packages("to_pandas", ["pandas"], "vlm")
+        import pandas
+
+        return pandas.DataFrame(list(self))
+
+    def __str__(self) -> str:
+        """Columns side by side."""
+        if not self:
+            return "(no rows)"
+        names = list(dict.fromkeys(name for row in self for name in row))
+        cells = [names, *([_shown(row.get(name)) for name in names] for row in self)]
+        widths = [max(len(row[place]) for row in cells) for place in range(len(names))]
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in cells
+        )
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        names = list(dict.fromkeys(name for row in self for name in row))
+        head = "".join(f"<th>{escape(name)}</th>" for name in names)
+        body = "".join(
+            f"<tr>{''.join(f'<td>{escape(_shown(row.get(name)))}</td>' for name in names)}</tr>" for row in self
+        )
+        return f"<table><tr>{head}</tr>{body}</table>"
+
+
+def _shown(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+class Run:
+    """A run folder and the Python objects that it was started with.
+
+    Args:
+        folder: of the run.
+        objects: functions and classes by the names under which the configuration has them.
+        owned: the loaded model that was given, and its processor; it has the weights of the last step.
+    """
+
+    def __init__(self, folder: Path | str, objects: Mapping[str, Any] | None = None, owned: Any = None) -> None:
+        self.folder = Path(folder)
+        if not (self.folder / "config.yaml").is_file():
+            raise UserError(f"{folder} is not the folder of a run: it has no config.yaml")
+        self._objects = dict(objects or {})
+        self._owned = owned
+
+    @property
+    def config_path(self) -> Path:
+        """The configuration: `mmrl train` repeats the run with it, if it names no objects of a program."""
+        return self.folder / "config.yaml"
+
+    @cached_property
+    def _opened(self) -> tuple[Any, Any]:
+        from mmrl.config import load_run
+
+        return load_run(self.config_path, [f"output_dir={self.folder}"])
+
+    @property
+    def config(self) -> Any:
+        """The configuration, a dataclass of the recipe."""
+        return self._opened[1]
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """Content of result.json; empty while the run is not finished."""
+        from mmrl.report.folder import read_run
+
+        return read_run(self.folder).result
+
+    @property
+    def metrics(self) -> Table:
+        """A row for each step."""
+        from mmrl.runs.tracking import read_metrics
+
+        return Table(read_metrics(self.folder))
+
+    @property
+    def evaluation(self) -> Table:
+        """A row for each metric of each evaluation: step, split, metric, value, low and high end of its 95 % interval."""
+        from mmrl.runs.statistics import HEADLINES
+        from mmrl.runs.tracking import read_evaluations
+
+        rows = Table()
+        for record in read_evaluations(self.folder):
+            names = [name for name in record if name.startswith(HEADLINES) and not name.endswith(ENDS)]
+            for name in names:
+                rows.append(
+                    {
+                        "step": record["step"],
+                        "split": record.get("split", ""),
+                        "metric": name,
+                        "value": record[name],
+                        "low": record.get(f"{name}/low"),
+                        "high": record.get(f"{name}/high"),
+                        "n": record.get("n"),
+                    }
+                )
+        return rows
+
+    @property
+    def warnings(self) -> Table:
+        """A row for each warning of the run; those of one kind are one."""
+        from mmrl.runs.records import read_warnings
+
+        return Table({"message": message} for message in read_warnings(self.folder))
+
+    def samples(self, step: int | None = None) -> Table:
+        """Responses that were sampled in a training step, by default the last one that was kept."""
+        from mmrl.runs.records import read_samples, sample_steps
+
+        steps = sample_steps(self.folder, "train")
+        if step is None and not steps:
+            return Table()
+        if step is not None and step not in steps:
+            kept = ", ".join(map(str, steps)) or "none"
+            raise UserError(f"samples of step {step} were not kept; those of these steps were: {kept}")
+        records = read_samples(self.folder, steps[-1] if step is None else step, "train")
+        return Table(
+            {item.name: getattr(record, item.name) for item in dataclasses.fields(record)} for record in records
+        )
+
+    def report(self) -> Path:
+        """Write report.html; returns its path."""
+        from mmrl.report.page import write_report
+
+        return write_report(self.folder)
+
+    def export(self, folder: Path | str, step: int | None = None) -> str:
+        """Write the model of the best, else newest checkpoint as one ordinary folder; returns how to load it."""
+        from mmrl.report.export import export_run
+
+        entry, config = self._opened
+        with given.having(self._objects):
+            return export_run(entry, config, self.folder, Path(folder), step)
+
+    @cached_property
+    def _loaded(self) -> Any:
+        """Policy of the best, else newest checkpoint."""
+        from mmrl.runs.export import chosen_checkpoint
+
+        entry, config = self._opened
+        loader = _loader(entry)
+        model = dataclasses.replace(config.model, path=str(chosen_checkpoint(self.folder) / "model"), build=None)
+        return loader(model)
+
+    @property
+    def model(self) -> Any:
+        """The trained model: the object that was given, or else that of the best, else newest checkpoint.
+
+        A model of transformers, a pipeline of diffusers, or a robot policy.
+        """
+        if self._owned is not None:
+            return self._owned[0] if isinstance(self._owned, tuple) else self._owned
+        return self._loaded[0]
+
+    @property
+    def processor(self) -> Any:
+        """Processor or tokenizer of a model of transformers; None for others."""
+        if isinstance(self._owned, tuple) and len(self._owned) > 1:
+            return self._owned[1]
+        found = self._loaded[1]
+        # the suite's own wrapper of a language model's tokenizer
+        return getattr(found, "tokenizer", found) if type(found).__module__.startswith("mmrl.") else found
+
+    def __repr__(self) -> str:
+        """The outcome in words."""
+        return "\n".join([*self._outcome(), f"report: {self.folder / 'report.html'}"])
+
+    def _outcome(self) -> list[str]:
+        from mmrl.report.folder import read_run
+        from mmrl.report.page import outcome
+
+        return outcome([read_run(self.folder)])
+
+    def _repr_html_(self) -> str:
+        """Outcome, curve of the reward and two samples, for a notebook."""
+        from html import escape
+
+        parts = [f"<p>{escape(sentence)}</p>" for sentence in self._outcome()]
+        if curve := reward_curve(self.metrics):
+            parts.append(curve)
+        shown = [
+            f"<tr><td>{escape(str(row['prompt'])[-200:])}</td><td>{escape(str(row['response'])[:400])}</td>"
+            f"<td>{escape(_shown(row['reward']))}</td></tr>"
+            for row in self.samples()[:2]
+        ]
+        if shown:
+            parts.append(f"<table><tr><th>prompt</th><th>response</th><th>reward</th></tr>{''.join(shown)}</table>")
+        parts.append(f"<p>report: <code>{escape(str(self.folder / 'report.html'))}</code></p>")
+        return "".join(parts)
+
+
+def reward_curve(metrics: Iterable[Mapping[str, Any]], width: int = 420, height: int = 90) -> str:
+    """The mean reward over the steps as an SVG; empty with fewer than two."""
+    points = [(row["step"], row["reward/mean"]) for row in metrics if isinstance(row.get("reward/mean"), int | float)]
+    if len(points) < 2:
+        return ""
+    (first, last), values = (points[0][0], points[-1][0]), [value for _, value in points]
+    low, high = min(values), max(values)
+    span = (high - low) or 1.0
+    path = " ".join(
+        f"{(step - first) / (last - first) * (width - 60) + 5:.1f},{height - 20 - (value - low) / span * (height - 30):.1f}"
+        for step, value in points
+    )
+    return (
+        f'<svg width="{width}" height="{height}" role="img" aria-label="mean reward by step">'
+        f'<polyline points="{path}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>'
+        f'<text x="{width - 52}" y="14" font-size="11" fill="currentColor">{high:.3g}</text>'
+        f'<text x="{width - 52}" y="{height - 20}" font-size="11" fill="currentColor">{low:.3g}</text>'
+        f'<text x="5" y="{height - 4}" font-size="11" fill="currentColor">mean reward, steps {first} to {last}</text></svg>'
+    )
+
+
+def _loader(entry: Any) -> Any:
+    """Function from a model's configuration to the model and its processor."""
+    if entry.target.startswith("diffusion."):
+        return lambda config: (_pipeline(config), None)
+    if entry.target.startswith("robotics."):
+        return lambda config: (_robot_policy(config), None)
+    return _network
+
+
+def _network(config: Any) -> tuple[Any, Any]:
+    from mmrl.vlm.engine.vlm_policy import load_policy
+
+    policy = load_policy(config)
+    return policy.model, policy.processor
+
+
+def _pipeline(config: Any) -> Any:
+    from diffusion import load_policy
+
+    return load_policy(config).pipeline
+
+
+def _robot_policy(config: Any) -> Any:
+    from robotics import open_policy
+
+    return open_policy(config.path)

@@ -1,0 +1,133 @@
+"""Rows of Python objects, written into the run folder as any program would write them."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from mmrl.errors import UserError
+from mmrl.files import write_atomically
+
+HELD_OUT = "heldout"
+"""Name of held-out rows that are given without one."""
+IMAGE_TYPES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"RIFF": "webp"}
+
+
+def splits_of(data: Any, what: str) -> dict[str, Any]:
+    """Sets of rows by their names; one set without a name has the empty one."""
+    if isinstance(data, Mapping) and "path" not in data and "file" not in data:
+        if not data or not all(isinstance(name, str) for name in data):
+            raise UserError(f"{what} is a mapping without names of sets; give rows, or {{'name': rows}}")
+        return dict(data)
+    return {"": data}
+
+
+def place(data: Any, folder: Path, name: str) -> str:
+    """Path of a set of rows, which are written into a folder unless they are in files already.
+
+    Rows are dictionaries, texts (a prompt each) or a `datasets.Dataset`. What stands in a column reaches rewards as it
+    is: JSON with images in files next to it, named by their content, so that equal rows are one file.
+    """
+    if isinstance(data, str | Path):
+        return str(data)
+    if _is_dataset(data):
+        return _saved(data, folder, name)
+    if isinstance(data, Mapping) or not isinstance(data, Iterable):
+        raise UserError(f"{name} is a {type(data).__name__}; give a path, a list of dicts or a datasets.Dataset")
+    lines = [_line(row, f"{name}[{number}]", folder) for number, row in enumerate(data)]
+    if not lines:
+        raise UserError(f"{name} has no rows")
+    text = "".join(lines)
+    file = folder / f"{name}-{_digest(text.encode())}.jsonl"
+    if not file.exists():
+        write_atomically(file, text)
+    return str(file)
+
+
+def _is_dataset(data: Any) -> bool:
+    return any(base.__module__.startswith("datasets.") for base in type(data).__mro__)
+
+
+def _saved(data: Any, folder: Path, name: str) -> str:
+    """Folder of a data set of the package datasets: that it was loaded from, or a copy of its tables."""
+    if type(data).__name__ != "Dataset":
+        kinds = "a DatasetDict is a mapping of splits; an iterable one has no length, so take its rows: list(data)"
+        raise UserError(f"{name} is a {type(data).__name__} of datasets; give one Dataset ({kinds})")
+    for file in data.cache_files:
+        stored = Path(file["filename"]).parent
+        if (stored / "state.json").is_file():
+            state = json.loads((stored / "state.json").read_text(encoding="utf-8"))
+            if state.get("_fingerprint") == data._fingerprint:
+                return str(stored)
+    target = folder / f"{name}-{data._fingerprint}"
+    if not (target / "state.json").is_file():
+        data.save_to_disk(str(target))
+    return str(target)
+
+
+def _line(row: Any, where: str, folder: Path) -> str:
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, Mapping):
+        raise UserError(f"{where} is a {type(row).__name__}; a row is a dict such as {{'prompt': 'What is 2 + 2?'}}")
+    cells = {str(column): _cell(value, f"{where}[{column!r}]", folder) for column, value in row.items()}
+    return json.dumps(cells, ensure_ascii=False) + "\n"
+
+
+def _cell(value: Any, where: str, folder: Path) -> Any:
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, Mapping):
+        if set(value) == {"bytes", "path"}:  # an image of datasets
+            return value["path"] if value["bytes"] is None else _stored(value["bytes"], where, folder)
+        return {str(key): _cell(each, f"{where}[{key!r}]", folder) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_cell(each, f"{where}[{number}]", folder) for number, each in enumerate(value)]
+    if isinstance(value, bytes):
+        return _stored(value, where, folder)
+    if hasattr(value, "getexif"):
+        return _stored(_png(value), where, folder)
+    if hasattr(value, "tolist"):  # numbers and arrays of NumPy and torch
+        return _array(value, where, folder)
+    raise UserError(f"{where} is a {type(value).__name__}; a column holds texts, numbers, lists, dicts and images")
+
+
+def _array(value: Any, where: str, folder: Path) -> Any:
+    import numpy as np
+
+    array = np.asarray(value)
+    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
+        return array.tolist()
+    from PIL import Image
+
+    return _stored(_png(Image.fromarray(array)), where, folder)
+
+
+def _png(image: Any) -> bytes:
+    content = io.BytesIO()
+    image.save(content, "PNG", compress_level=1)
+    return content.getvalue()
+
+
+def _stored(content: bytes, where: str, folder: Path) -> str:
+    """Path, relative to the rows, of an encoded image."""
+    kind = next((suffix for mark, suffix in IMAGE_TYPES.items() if content.startswith(mark)), None)
+    if kind is None:
+        raise UserError(f"{where} has bytes that are no PNG, JPEG, GIF or WebP image")
+    file = folder / "images" / f"{_digest(content)}.{kind}"
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        partial.write_bytes(content)
+        partial.replace(file)
+    return str(file.relative_to(folder))
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:12]

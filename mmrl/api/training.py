@@ -1,0 +1,222 @@
+"""`mmrl.train`: from Python objects to a run."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import os
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mmrl.api.inputs import Inputs, absolute, take_env, take_model, take_rewards, take_rows, take_settings
+from mmrl.api.methods import resolve
+from mmrl.api.result import Run
+from mmrl.errors import UserError
+from mmrl.files import write_atomically
+from mmrl.runs.folder import has_begun
+from mmrl.workers import given
+
+LOGGER = logging.getLogger("mmrl")
+RUNS = Path("runs")
+"""Folder of runs without an `output_dir`."""
+OBJECTS_FILE = "objects.json"
+"""Source text and digest of the objects of a program that a run was started with. Read by people and compared, never
+run."""
+
+
+def train(
+    method: str,
+    *,
+    model: Any = None,
+    data: Any = None,
+    eval_data: Any = None,
+    reward: Any = None,
+    env: Any = None,
+    steps: int | None = None,
+    output_dir: str | Path | None = None,
+    resume: bool = False,
+    dry_run: bool = False,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Any:
+    """Train a model with reinforcement learning, or on given answers, from Python objects.
+
+        from mmrl import train
+
+        run = train("grpo", model="smollm2", data=rows, reward=score, eval_data=held_out, steps=40)
+        print(run.evaluation)
+
+    It builds the configuration that a file would hold, with the same checks, and writes the same run folder.
+
+    Args:
+        method: a recipe, such as "papo", "awm" or "robot_ppo", or an objective, such as "grpo", "dr_grpo" or "gigpo",
+            which is trained in the domain of what is given: questions, an agent in an `env`, images, a robot.
+        model: folder, hub id, or name of a packaged model; (model, processor) of transformers, a pipeline of
+            diffusers, or a robot policy that is a torch.nn.Module, which are trained as they are; or a dict with
+            options of the section `model`.
+        data: rows: a list of dicts or of prompts, a `datasets.Dataset`, or a path. A dict of sets, such as a
+            DatasetDict, gives training rows as "train" and held-out ones under other names. For agents and robots
+            also a number of seeds or layouts.
+        eval_data: held-out rows, or a dict of sets of them.
+        reward: function with TRL's signature, `score(prompts, completions, **columns) -> list of numbers`; name of a
+            built-in reward; (either, weight); or a list or dict of these.
+        env: environment of agents and robots: class, function that makes one, id of Gymnasium, or `module:name`.
+        steps: training steps.
+        output_dir: run folder; by default runs/METHOD, with a number if that is taken.
+        resume: continue the run in `output_dir`; functions and loaded models are given again, and compared.
+        dry_run: read the data and plan the memory without training.
+        options: further options, by dotted names or nested.
+        **settings: options by their last name, such as learning_rate, samples_per_task, max_new_tokens, seed, lora.
+            `mmrl options METHOD` lists all.
+
+    Returns:
+        The finished `Run`; with `dry_run` the lines of the plan as one text.
+
+    Raises:
+        UserError: an argument is wrong, or what the method needs is missing.
+        RunError: the run could not be finished; what it produced so far is kept.
+        RunStopped: it was interrupted; a checkpoint is written, and `resume=True` continues.
+    """
+    if dry_run:
+        return _planned(method, model, data, eval_data, reward, env, steps, options, settings)
+    from mmrl.training.run import train as train_recipe
+
+    folder = _folder(method, output_dir, resume)
+    inputs = _inputs(method, folder, resume, model, data, eval_data, reward, env, steps, options, settings)
+    config = _filled(inputs)
+    objects = {name: value for name, value in inputs.objects.items() if name != given.MODEL}
+    _compare_objects(folder, objects, resume)
+    with _undisturbed(inputs), given.having(inputs.objects, inputs.models):
+        train_recipe(inputs.entry, config, resume=resume)
+    return Run(folder, inputs.objects, model if inputs.modes else None)
+
+
+def _inputs(
+    method: str,
+    folder: Path,
+    resume: bool,
+    model: Any,
+    data: Any,
+    eval_data: Any,
+    reward: Any,
+    env: Any,
+    steps: int | None,
+    options: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
+) -> Inputs:
+    entry, objective = resolve(method, model, env)
+    _show_log()
+    inputs = Inputs(entry, folder, resume)
+    inputs.values = {"recipe": entry.name, "output_dir": str(folder)}
+    if objective:
+        inputs.set("objective.preset", objective)
+    take_model(inputs, model)
+    take_rows(inputs, data, eval_data)
+    take_rewards(inputs, reward)
+    take_env(inputs, env)
+    take_settings(inputs, settings if steps is None else {"steps": steps, **settings})
+    for key, value in (options or {}).items():
+        inputs.set(key, value)
+    return inputs
+
+
+def _filled(inputs: Inputs) -> Any:
+    from mmrl.config import run_from_values
+
+    with given.having(inputs.objects):
+        _, config = run_from_values(inputs.values, "train")
+    return config
+
+
+def _planned(method: str, *arguments: Any) -> str:
+    """The plan of a run, whose rows and model are written into a folder that is removed."""
+    import tempfile
+
+    from mmrl.training.run import dry_run
+
+    with tempfile.TemporaryDirectory(prefix="mmrl-plan-") as folder:
+        inputs = _inputs(method, Path(folder) / "run", False, *arguments)
+        config = _filled(inputs)
+        with _undisturbed(inputs), given.having(inputs.objects, inputs.models):
+            return "\n".join(dry_run(inputs.entry, config))
+
+
+def _folder(method: str, output_dir: str | Path | None, resume: bool) -> Path:
+    """The run folder, checked before anything is written into it."""
+    if output_dir is not None:
+        folder = absolute(output_dir)
+        if has_begun(folder) and not resume:
+            raise UserError(f"{folder} already holds a run; continue it with resume=True, or choose another output_dir")
+        return folder
+    if resume or int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        why = "resume=True" if resume else "a run in several processes"
+        raise UserError(f"{why} needs output_dir, the folder of the run")
+    name = method.replace(":", "-").replace("/", "-")
+    folder, number = absolute(RUNS / name), 2
+    while folder.exists():
+        folder, number = absolute(RUNS / f"{name}-{number}"), number + 1
+    return folder
+
+
+def _compare_objects(folder: Path, objects: Mapping[str, Any], resume: bool) -> None:
+    """Note the source of the objects; in a resumed run, warn of those that have changed."""
+    found = {name: given.about(value) for name, value in objects.items()}
+    file = folder / OBJECTS_FILE
+    if resume and file.is_file():
+        before = json.loads(file.read_text(encoding="utf-8"))
+        changed = [name for name, about in found.items() if before.get(name, about)["digest"] != about["digest"]]
+        if changed:
+            LOGGER.warning("resuming with other code than before: %s", ", ".join(changed))
+    if found and os.environ.get("RANK", "0") == "0":
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, json.dumps(found, indent=2) + "\n")
+
+
+@contextlib.contextmanager
+def _undisturbed(inputs: Inputs) -> Iterator[None]:
+    """Give the caller's program back as it was: random numbers, threads, mode and attention of its model."""
+    import numpy as np
+    import torch
+
+    random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    threads = torch.get_num_threads()
+    attention = {id(module): (module, _attention(module)) for module, _ in inputs.modes}
+    try:
+        yield
+    finally:
+        random.setstate(random_states[0])
+        np.random.set_state(random_states[1])
+        torch.set_rng_state(random_states[2])
+        torch.set_num_threads(threads)
+        for module, training in inputs.modes:
+            module.train(training)
+        for module, kind in attention.values():
+            if kind is not None:
+                module.config.get_text_config()._attn_implementation = kind
+
+
+def _attention(module: Any) -> str | None:
+    config = getattr(module, "config", None)
+    return config.get_text_config()._attn_implementation if hasattr(config, "get_text_config") else None
+
+
+class _Shown(logging.Handler):
+    """Print messages of the suite where the program shows none of them by itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        stream = sys.stdout if record.levelno < logging.WARNING else sys.stderr
+        print(record.getMessage(), file=stream)
+
+
+@functools.cache
+def _show_log() -> None:
+    """Show what a run says, unless the program has set up the logging itself."""
+    if LOGGER.handlers or logging.getLogger().handlers:
+        return
+    LOGGER.setLevel(logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING)
+    LOGGER.addHandler(_Shown())

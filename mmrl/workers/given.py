@@ -1,0 +1,124 @@
+"""Objects of the user's program, which a configuration names as `given:NAME` while that program has a run.
+
+They are looked up in this process. A worker process gets those that cloudpickle can write, through its pipe and never
+through a file: what a run writes only names them, with their source text and its digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from mmrl.workers.loading import GIVEN, LoadError
+
+_OBJECTS: dict[str, Any] = {}
+_PICKLED: dict[str, bytes] = {}
+MODEL = "model"
+"""Beginning of the names of objects that hold a model, which workers of rewards and environments do not get."""
+_MODELS: dict[str, Any] = {}
+"""Loaded models by the folder that holds their weights at the start of the run."""
+
+
+@contextlib.contextmanager
+def having(objects: Mapping[str, Any], models: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Know these objects by their names, here and in worker processes that are started meanwhile.
+
+    `models` are loaded models by the folder that they are saved in, each used once instead of reading the folder.
+    """
+    before = [dict(known) for known in (_OBJECTS, _PICKLED, _MODELS)]
+    _OBJECTS.update(objects)
+    _MODELS.update(models or {})
+    for name in objects:
+        _PICKLED.pop(name, None)
+    try:
+        yield
+    finally:
+        for known, saved in zip((_OBJECTS, _PICKLED, _MODELS), before, strict=True):
+            known.clear()
+            known.update(saved)
+
+
+def take_model(folder: str) -> Any:
+    """The loaded model of a folder when it is asked for the first time; None otherwise."""
+    return _MODELS.pop(folder, None)
+
+
+def find(name: str, what: str) -> Any:
+    """The object of a name; raises LoadError if this program has none."""
+    if name not in _OBJECTS and name in _PICKLED:
+        _OBJECTS[name] = _unpickled(name, what)
+    if name not in _OBJECTS:
+        raise LoadError(
+            f"{what} is {GIVEN}:{name}, an object of the Python program that started this run, which is not at hand: "
+            "run that program again, with `resume=True` to continue"
+        )
+    return _OBJECTS[name]
+
+
+def _unpickled(name: str, what: str) -> Any:
+    import cloudpickle
+
+    try:
+        return cloudpickle.loads(_PICKLED[name])
+    except BaseException as error:
+        raise LoadError(
+            f"{what}: {name} cannot be rebuilt in a worker process ({type(error).__name__}: {error}); import what it "
+            "needs inside of it, or run it in the training process (isolate: false)"
+        ) from error
+
+
+def portable(*, weights: bool = False) -> dict[str, bytes]:
+    """The objects that can be sent to a worker process, pickled; those that hold a model only with `weights`."""
+    found = [name for name in _OBJECTS if weights or not name.startswith(MODEL)]
+    return {name: _PICKLED[name] for name in found if unportable(name) is None}
+
+
+def unportable(name: str) -> str | None:
+    """Why an object cannot be sent to a worker process; None if it can."""
+    if name in _PICKLED:
+        return None
+    try:
+        _PICKLED[name] = _pickle(_OBJECTS[name])
+    except Exception as error:  # locks, open files, GPUs: each raises its own kind
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _pickle(value: Any) -> bytes:
+    import cloudpickle
+
+    return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+
+
+def receive(pickled: Mapping[str, Any]) -> None:
+    """Take what `portable` returned in the process that started this one."""
+    _PICKLED.update({name: bytes(content) for name, content in pickled.items()})
+
+
+def about(value: Any) -> dict[str, Any]:
+    """Source text of an object, where it stands, and the digest of the text, to tell a changed object from the same."""
+    plain = inspect.unwrap(value.func if isinstance(value, functools.partial) else value)
+    plain = getattr(plain, "__func__", plain)
+    if not (inspect.isclass(plain) or inspect.isroutine(plain)):
+        plain = type(plain)
+    try:
+        source, file = inspect.getsource(plain), inspect.getsourcefile(plain)
+        line = inspect.getsourcelines(plain)[1]
+    except (OSError, TypeError):  # typed into an interpreter, or written in C
+        code = getattr(plain, "__code__", None)
+        content = repr((code.co_code, code.co_names, code.co_consts)) if code else getattr(plain, "__qualname__", "")
+        return {"source": "", "digest": _digest(content)}
+    return {"source": source, "file": str(file), "line": line, "digest": _digest(source)}
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def about_name(name: str) -> dict[str, Any]:
+    """`about` of an object by its name; empty if this program has none."""
+    return about(_OBJECTS[name]) if name in _OBJECTS else {}
