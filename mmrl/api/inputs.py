@@ -120,8 +120,8 @@ def take_model(inputs: Inputs, model: Any) -> None:
         section = _section(inputs.entry, "model")
         if "kind" not in {item.name for item in fields(section)}:
             raise UserError(
-                f"model is a {type(model).__name__}, which '{inputs.entry.name}' cannot train; it takes a folder, a hub "
-                "id, or a loaded model of transformers or diffusers"
+                f"model is a {type(model).__name__}, which '{inputs.entry.name}' cannot train; it takes a folder, a "
+                "hub id, or a loaded model of transformers or diffusers"
             )
         name = given.MODEL
         inputs.objects[name] = lambda: model
@@ -260,9 +260,13 @@ def take_rewards(inputs: Inputs, reward: Any) -> None:
     given_terms = list(_terms(reward))
     terms: list[dict[str, Any]] = []
     for label, function, weight in given_terms:
+        term: dict[str, Any]
         if isinstance(function, Mapping):
             term = dict(function)
             name = str(label or term.get("name", "reward"))
+            if callable(own := term.get("function")):
+                term["function"] = spec = inputs.name_of(own, "reward")
+                term |= _isolation(inputs, spec, name)
         elif isinstance(function, str):
             name, term = label or function, {"function": function if label and names_function(function) else None}
         elif callable(function):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -98,7 +98,7 @@ class Run:
 
     @property
     def evaluation(self) -> Table:
-        """A row for each metric of each evaluation: step, split, metric, value, low and high end of its 95 % interval."""
+        """A row for each metric of each evaluation, with the ends of its 95% interval."""
         from mmrl.runs.statistics import HEADLINES
         from mmrl.runs.tracking import read_evaluations
 
@@ -198,6 +198,8 @@ class Run:
         """Outcome, curve of the reward and two samples, for a notebook."""
         from html import escape
 
+        from mmrl.runs.notebook import reward_curve
+
         parts = [f"<p>{escape(sentence)}</p>" for sentence in self._outcome()]
         if curve := reward_curve(self.metrics):
             parts.append(curve)
@@ -210,27 +212,6 @@ class Run:
             parts.append(f"<table><tr><th>prompt</th><th>response</th><th>reward</th></tr>{''.join(shown)}</table>")
         parts.append(f"<p>report: <code>{escape(str(self.folder / 'report.html'))}</code></p>")
         return "".join(parts)
-
-
-def reward_curve(metrics: Iterable[Mapping[str, Any]], width: int = 420, height: int = 90) -> str:
-    """The mean reward over the steps as an SVG; empty with fewer than two."""
-    points = [(row["step"], row["reward/mean"]) for row in metrics if isinstance(row.get("reward/mean"), int | float)]
-    if len(points) < 2:
-        return ""
-    (first, last), values = (points[0][0], points[-1][0]), [value for _, value in points]
-    low, high = min(values), max(values)
-    span = (high - low) or 1.0
-    path = " ".join(
-        f"{(step - first) / (last - first) * (width - 60) + 5:.1f},{height - 20 - (value - low) / span * (height - 30):.1f}"
-        for step, value in points
-    )
-    return (
-        f'<svg width="{width}" height="{height}" role="img" aria-label="mean reward by step">'
-        f'<polyline points="{path}" fill="none" stroke="#1f77b4" stroke-width="1.5"/>'
-        f'<text x="{width - 52}" y="14" font-size="11" fill="currentColor">{high:.3g}</text>'
-        f'<text x="{width - 52}" y="{height - 20}" font-size="11" fill="currentColor">{low:.3g}</text>'
-        f'<text x="5" y="{height - 4}" font-size="11" fill="currentColor">mean reward, steps {first} to {last}</text></svg>'
-    )
 
 
 def _loader(entry: Any) -> Any:

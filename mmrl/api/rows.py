@@ -57,16 +57,32 @@ def _saved(data: Any, folder: Path, name: str) -> str:
     if type(data).__name__ != "Dataset":
         kinds = "a DatasetDict is a mapping of splits; an iterable one has no length, so take its rows: list(data)"
         raise UserError(f"{name} is a {type(data).__name__} of datasets; give one Dataset ({kinds})")
-    for file in data.cache_files:
-        stored = Path(file["filename"]).parent
-        if (stored / "state.json").is_file():
-            state = json.loads((stored / "state.json").read_text(encoding="utf-8"))
-            if state.get("_fingerprint") == data._fingerprint:
-                return str(stored)
-    target = folder / f"{name}-{data._fingerprint}"
-    if not (target / "state.json").is_file():
-        data.save_to_disk(str(target))
+    if data.format["type"] == "custom":
+        raise UserError(f"{name} has a transform that changes rows when they are read; apply it with data.map")
+    import datasets
+
+    from mmrl.hub.tables import quiet_datasets
+
+    with quiet_datasets(datasets):
+        if stored := _stored_folder(data, datasets):
+            return stored
+        target = folder / f"{name}-{data._fingerprint}"
+        if not (target / "state.json").is_file():
+            data.save_to_disk(str(target))
     return str(target)
+
+
+def _stored_folder(data: Any, datasets: Any) -> str:
+    """Folder that a data set was loaded from and whose rows and columns it still has; empty without one."""
+    folders = {Path(file["filename"]).parent for file in data.cache_files}
+    if len(folders) != 1 or data._indices is not None:
+        return ""
+    (folder,) = folders
+    if not (folder / "state.json").is_file():
+        return ""
+    stored = datasets.load_from_disk(str(folder))
+    same = stored.cache_files == data.cache_files and len(stored) == len(data) and stored.features == data.features
+    return str(folder) if same else ""
 
 
 def _line(row: Any, where: str, folder: Path) -> str:

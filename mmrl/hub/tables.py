@@ -271,7 +271,7 @@ def _read_parquet(file: Path) -> Iterator[DataRow]:
             return
         images = _image_columns(metadata.schema.to_arrow_schema())
         # images are read one by one, in any order, from a memory-mapped copy; the rest as far as it is asked for
-        with _quiet(datasets):
+        with quiet_datasets(datasets):
             stored = datasets.Dataset.from_parquet(str(file), columns=images).with_format("arrow") if images else None
         with ParquetFile(file) as opened:
             plain = [name for name in opened.schema_arrow.names if name not in images]
@@ -322,7 +322,7 @@ def _read_folder(folder: Path, split: str) -> Iterator[DataRow]:
     try:
         for file in () if saved else sorted(folder.rglob("*.parquet")):
             check_parquet(file)
-        with _quiet(datasets):
+        with quiet_datasets(datasets):
             found = datasets.load_from_disk(str(folder)) if saved else datasets.load_dataset(str(folder))
     except UserError:
         raise
@@ -363,7 +363,7 @@ def _import_datasets(wanted: object) -> Any:
 
 
 @contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
+def quiet_datasets(datasets: Any) -> Iterator[None]:
     """Hide the library's progress bars."""
     shown = not datasets.are_progress_bars_disabled()
     datasets.disable_progress_bars()

@@ -22,6 +22,7 @@ from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.recipes import EVALUATIONS, all_recipes, metric_tables
 from mmrl.runs.metrics import DIVERSITY, METRICS, STAGES, STAGES_BETWEEN, label, measured
+from mmrl.runs.notebook import NotebookSink, in_notebook
 from mmrl.runs.records import JsonLines, read_steps
 from mmrl.runs.statistics import HEADLINES, SHARES
 
@@ -137,12 +138,7 @@ class ConsoleSink:
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
         """Show each accuracy and score with its interval, then held-out rewards and diversity without."""
         count = f" of {int(metrics['n'])} tasks" if metrics.get("n") else ""
-        shown = [f"{label(name)} {_estimate(name, metrics)}" for name in measured([metrics], HEADLINES)]
-        heldout = [f"{label(name)} {metrics[name]:.3f}" for name in measured([metrics], ("heldout/",))]
-        parts = [", ".join(shown) or "nothing measured"]
-        parts += [f"held out: {', '.join(heldout)}"] if heldout else []
-        parts += [f"diversity {metrics[DIVERSITY]:.2f}"] if DIVERSITY in metrics else []
-        line = f"evaluation at step {step} ({tag}, {split}{count}): " + "; ".join(parts)
+        line = f"evaluation at step {step} ({tag}, {split}{count}): {_evaluation_text(metrics)}"
         self._console.print(line, style="green", markup=False)
         for metric, column, values in _parts(metrics):
             cells = [f"{value} {_estimate(name, metrics)}" for value, name in values.items()]
@@ -269,7 +265,7 @@ def progress(unit: str, total: int) -> Iterator[Callable[[int], None]]:
 
     console = Console()
     runs = list(_CONSOLES.values())
-    if not (runs[-1].bar is not None if runs else console.is_terminal):
+    if in_notebook() or not (runs[-1].bar is not None if runs else console.is_terminal):
         yield lambda count: None
         return
     # two live displays on one terminal would draw over each other
@@ -305,6 +301,21 @@ def _progress_bar(console: Any) -> Progress:
         refresh_per_second=2,
         speed_estimate_period=3600,  # rich forgets older samples, and a step may take longer than its 30 s
     )
+
+
+def _evaluation_text(metrics: Mapping[str, float]) -> str:
+    shown = [f"{label(name)} {_estimate(name, metrics)}" for name in measured([metrics], HEADLINES)]
+    heldout = [f"{label(name)} {metrics[name]:.3f}" for name in measured([metrics], ("heldout/",))]
+    parts = [", ".join(shown) or "nothing measured"]
+    parts += [f"held out: {', '.join(heldout)}"] if heldout else []
+    parts += [f"diversity {metrics[DIVERSITY]:.2f}"] if DIVERSITY in metrics else []
+    return "; ".join(parts)
+
+
+def _step_text(metrics: Mapping[str, float]) -> str:
+    found = ((name, _value(name, metrics)) for name in COLUMNS)
+    numbers = [f"{name} {value:{COLUMNS[name][1]}}" for name, value in found if value is not None]
+    return ", ".join([*numbers, f"seconds {_seconds_by_stage(metrics).strip()}"])
 
 
 def _header(columns: Sequence[str], total_steps: int) -> str:
@@ -463,7 +474,10 @@ def build_tracker(
     wanted = tensorboard_installed() if config.tensorboard is None else config.tensorboard
     if wanted:
         sinks.append(TensorBoardSink(run_dir))
-    sinks.append(ConsoleSink(total_steps, every=config.console_every, quiet=config.quiet))
+    if in_notebook() and not config.quiet:
+        sinks.append(NotebookSink(total_steps, _step_text, _evaluation_text))
+    else:
+        sinks.append(ConsoleSink(total_steps, every=config.console_every, quiet=config.quiet))
     return Tracker(run_dir, sinks, strict=config.strict, definitions=metric_definitions(recipe))
 
 

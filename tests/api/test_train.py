@@ -1,0 +1,284 @@
+import functools
+import json
+import os
+import signal
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from mmrl import Run, train
+from mmrl.api.rows import place
+from mmrl.api.training import _filled, _inputs
+from mmrl.config import load_run
+from mmrl.errors import RunStopped, UserError
+from mmrl.vlm.toy.tiny_generic import build_tiny_generic
+from mmrl.workers.loading import LoadError, find_function
+
+ROWS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(1, 9)]
+SMALL = {"samples_per_task": 4, "tasks_per_step": 2, "max_new_tokens": 4, "learning_rate": 1e-2, "steps": 2}
+
+
+def length(prompts, completions, **columns):
+    return [float(len(text)) for text in completions]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    place = tmp_path_factory.mktemp("model") / "tiny"
+    build_tiny_generic(place, corpus=["say one two three four 1 2 3 4"])
+    return place
+
+
+def embedding(network):
+    return network.get_input_embeddings().weight
+
+
+def trained_weights(run):
+    return load_file(sorted((run.folder / "checkpoints").glob("step-*"))[-1] / "model" / "model.safetensors")
+
+
+def test_a_run_from_python_is_a_run_from_its_configuration(folder, tmp_path):
+    run = train(
+        "dr_grpo", model=folder, data=ROWS, eval_data=ROWS[:2], reward=length, output_dir=tmp_path / "run", **SMALL
+    )
+    entry, config = load_run(run.config_path)
+    assert (entry.name, config.objective.preset, config.trainer.steps) == ("vlm", "dr_grpo", 2)
+    assert config.rewards[0].function == f"{__name__}:length"
+    assert len(run.metrics) == 2
+    assert {row["step"] for row in run.evaluation} == {0, 2}
+    assert {row["split"] for row in run.evaluation} == {"heldout"}
+    assert len(run.samples()) == 8
+    assert run.samples(1)[0]["prompt"].count("say") == 1
+    with pytest.raises(UserError, match="samples of step 7 were not kept"):
+        run.samples(7)
+    assert run.report().is_file()
+    assert "from_pretrained" in run.export(tmp_path / "exported")
+    assert torch.equal(
+        embedding(run.model),
+        trained_weights(run)["model.embed_tokens.weight"],
+    )
+    assert run.processor.eos_token_id is not None
+    again = Run(run.folder)
+    assert again.metrics == run.metrics
+    assert "<svg" in run._repr_html_()
+
+
+def test_functions_of_every_kind_reach_the_workers(folder, tmp_path):
+    bonus = 3.0
+
+    class Scores:
+        factor = 2.0
+
+        def score(self, completions, answer, **columns):
+            return [self.factor * len(each) for each in answer]
+
+    def closure(prompts, completions, **columns):
+        return [bonus for _ in completions]
+
+    run = train(
+        "grpo",
+        model=folder,
+        data=ROWS,
+        reward=[
+            closure,
+            (lambda completions, **columns: [1.0 for _ in completions], 0.5),
+            Scores().score,
+            (functools.partial(length, extra=1), 0),
+        ],
+        output_dir=tmp_path / "run",
+        **SMALL,
+    )
+    terms = [(term.name, term.function, term.weight, term.isolate) for term in run.config.rewards]
+    assert terms == [
+        ("closure", "given:closure", 1.0, None),
+        ("reward", "given:reward", 0.5, None),
+        ("score", "given:score", 1.0, None),
+        ("partial", "given:partial", 0.0, None),
+    ]
+    assert run.metrics[0]["reward/mean"] == 3.0 + 0.5 + 2.0
+    objects = json.loads((run.folder / "objects.json").read_text())
+    assert "bonus for _ in completions" in objects["closure"]["source"]
+
+
+def test_a_function_that_cannot_be_sent_runs_here(folder, tmp_path, caplog):
+    with (tmp_path / "file").open("w") as held:
+
+        def writes(prompts, completions, **columns):
+            held.write("called")
+            return [0.0 for _ in completions]
+
+        with caplog.at_level("INFO", logger="mmrl"):
+            run = train("grpo", model=folder, data=ROWS, reward=writes, output_dir=tmp_path / "run", **SMALL)
+    assert run.config.rewards[0].isolate is False
+    assert "reward writes runs in the training process" in caplog.text
+    assert (tmp_path / "file").read_text().startswith("called")
+
+
+def test_a_run_is_continued_only_by_the_program_that_has_its_functions(folder, tmp_path, caplog):
+    def score(prompts, completions, **columns):
+        return [float(len(text)) for text in completions]
+
+    call = functools.partial(train, "grpo", model=folder, data=ROWS, output_dir=tmp_path / "run")
+    call(reward=score, **SMALL)
+    with pytest.raises(LoadError, match="an object of the Python program that started this run"):
+        find_function("given:score")
+    with pytest.raises(UserError, match="resume=True"):
+        call(reward=score, **SMALL)
+    run = call(reward=score, resume=True, **SMALL | {"steps": 3})
+    assert len(run.metrics) == 3
+    assert "other code" not in caplog.text
+
+    def score(prompts, completions, **columns):
+        return [1.0 for _ in completions]
+
+    call(reward=score, resume=True, **SMALL | {"steps": 4})
+    assert "resuming with other code than before: score" in caplog.text
+
+
+def test_a_loaded_model_is_trained_as_it_is_and_a_resumed_run_has_equal_bits(folder, tmp_path):
+    def load():
+        return AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+
+    options = {"objective.kl.coef": 0.1}
+    call = functools.partial(train, "grpo", data=ROWS, reward=length, options=options)
+    network, tokenizer = load()
+    network.eval()
+    torch.manual_seed(5)
+    expected_draw = torch.rand(1)
+    torch.manual_seed(5)
+    run = call(model=(network, tokenizer), output_dir=tmp_path / "whole", **SMALL | {"steps": 3})
+    assert torch.equal(torch.rand(1), expected_draw), "the caller's random numbers are as before"
+    assert run.model is network
+    assert not network.training
+    whole = trained_weights(run)
+    assert torch.equal(embedding(network), whole["model.embed_tokens.weight"])
+    # as from the folder, and as stopped in the middle and continued with the trained object
+    from_folder = call(model=folder, output_dir=tmp_path / "folder", **SMALL | {"steps": 3})
+    assert all(torch.equal(weight, trained_weights(from_folder)[name]) for name, weight in whole.items())
+    other, _ = load()
+    call(model=(other, tokenizer), output_dir=tmp_path / "parts", **SMALL | {"steps": 2})
+    parts = call(model=(other, tokenizer), output_dir=tmp_path / "parts", resume=True, **SMALL | {"steps": 3})
+    assert all(torch.equal(weight, trained_weights(parts)[name]) for name, weight in whole.items())
+
+
+def test_rows_reach_rewards_as_they_are(folder, tmp_path):
+    seen = []
+
+    def looks(completions, answer, extra, **columns):
+        seen.extend(zip(answer, extra, strict=True))
+        return [0.0 for _ in completions]
+
+    rows = [
+        {"prompt": "say one", "answer": 1, "extra": {"a": [1, 2]}},
+        {"prompt": "say two", "answer": "two", "extra": {"b": None}},
+    ]
+    reward = {"looks": {"function": looks, "isolate": False}}
+    run = train("grpo", model=folder, data=rows, reward=reward, output_dir=tmp_path / "run", **SMALL | {"steps": 1})
+    assert sorted(map(str, seen[::4])) == sorted(map(str, [(1, {"a": [1, 2]}), ("two", {"b": None})]))
+    assert run.config.data.path.startswith(str(run.folder / "data"))
+
+
+def test_data_sets_give_their_splits_and_are_not_copied_twice(folder, tmp_path):
+    made = datasets.Dataset.from_list(ROWS)
+    sets = datasets.DatasetDict({"train": made, "test": datasets.Dataset.from_list(ROWS[:2])})
+    call = functools.partial(train, "grpo", model=folder, reward=length, **SMALL | {"steps": 1})
+    run = call(data=sets, output_dir=tmp_path / "run")
+    assert list(run.config.eval_data) == ["test"]
+    made.save_to_disk(tmp_path / "stored")
+    stored = datasets.load_from_disk(str(tmp_path / "stored"))
+    assert call(data=stored, output_dir=tmp_path / "other").config.data.path == str(tmp_path / "stored")
+    for changed in (stored.select([0, 1]), stored.select(range(2)), stored.rename_column("answer", "wanted")):
+        assert place(changed, tmp_path / "copies", "train").startswith(str(tmp_path / "copies"))
+    with pytest.raises(UserError, match=r"data\.map"):
+        place(stored.with_transform(lambda rows: rows), tmp_path / "copies", "train")
+    chosen = stored.select([0, 1])
+    assert call(data=chosen, output_dir=tmp_path / "third").config.data.path.startswith(str(tmp_path / "third"))
+
+
+def test_images_are_stored_once_by_their_content(tmp_path):
+    image = Image.new("RGB", (4, 4), "red")
+    rows = [
+        {"prompt": "which?", "images": [image], "score": np.float32(0.5)},
+        {"prompt": "which?", "images": [np.asarray(image)], "score": torch.tensor(1)},
+    ]
+    path = place(rows, tmp_path, "train")
+    written = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    assert written[0]["images"] == written[1]["images"]
+    assert [row["score"] for row in written] == [0.5, 1]
+    assert np.array_equal(np.asarray(Image.open(tmp_path / written[0]["images"][0])), np.asarray(image))
+    assert place(rows, tmp_path, "train") == path
+    with pytest.raises(UserError, match=r"train\[0\]\['f'\] is a function"):
+        place([{"f": length}], tmp_path, "train")
+    with pytest.raises(UserError, match=r"train\[0\] is a int"):
+        place([3], tmp_path, "train")
+    with pytest.raises(UserError, match="train has no rows"):
+        place([], tmp_path, "train")
+
+
+def test_a_dry_run_plans_and_leaves_nothing(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    plan = train("grpo", model=folder, data=ROWS, reward=length, dry_run=True, **SMALL)
+    assert "8 questions" in plan
+    assert "peak" in plan
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_without_a_folder_are_numbered(folder, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    call = functools.partial(train, "grpo", model=folder, data=ROWS, reward=length, **SMALL | {"steps": 1})
+    assert [call().folder.name for _ in range(2)] == ["grpo", "grpo-2"]
+
+
+def test_an_interrupted_run_goes_on(folder, tmp_path):
+    calls = []
+
+    def score(completions, **columns):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+        return [float(len(text)) for text in completions]
+
+    reward = {"score": {"function": score, "isolate": False}}
+    call = functools.partial(train, "grpo", model=folder, data=ROWS, reward=reward, **SMALL | {"steps": 4})
+    with pytest.raises(RunStopped):
+        call(output_dir=tmp_path / "run")
+    stopped = call(output_dir=tmp_path / "run", resume=True)
+    whole = call(output_dir=tmp_path / "whole")
+    assert all(torch.equal(weight, trained_weights(whole)[name]) for name, weight in trained_weights(stopped).items())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"method": "grpoo"}, r"no method 'grpoo'; did you mean 'grpo'\?"),
+        ({"method": "flow3d_eval"}, "trains nothing"),
+        ({"method": "step_nft"}, "cannot train questions"),
+        ({"lerning_rate": 1.0}, r"no option lerning_rate; did you mean 'learning_rate'\?"),
+        ({"reward": 3}, "reward has a int"),
+        ({"reward": None}, "rewards is empty"),
+        ({"data": None}, "data"),
+        ({"data": 5}, "takes rows"),
+        ({"env": "CartPole-v1", "method": "vlm"}, "'vlm' has no environment"),
+        ({"model": torch.nn.Linear(2, 2), "method": "vlm"}, "which 'vlm' cannot train"),
+        ({"model": 3}, "model is a int"),
+        ({"resume": True, "output_dir": None}, "needs output_dir"),
+    ],
+)
+def test_wrong_arguments_are_named(folder, tmp_path, arguments, words):
+    usual = {"method": "grpo", "model": folder, "data": ROWS, "reward": length, "output_dir": tmp_path / "run", **SMALL}
+    with pytest.raises(UserError, match=words):
+        train(**usual | arguments)
+
+
+def test_names_of_trl_mean_the_same_options(folder, tmp_path):
+    settings = {"num_generations": 4, "max_completion_length": 9, "beta": 0.25, "lora": 8}
+    inputs = _inputs("grpo", tmp_path / "run", False, folder, ROWS, None, length, None, 3, None, settings)
+    config = _filled(inputs)
+    assert (config.trainer.samples_per_task, config.sampler.max_new_tokens, config.trainer.steps) == (4, 9, 3)
+    assert (config.objective.kl["coef"], config.model.lora.rank, config.model.lora.enabled) == (0.25, 8, True)
