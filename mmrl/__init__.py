@@ -13,10 +13,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mmrl.api.comparing import compare as compare
     from mmrl.api.result import Run as Run
+    from mmrl.api.training import evaluate as evaluate
     from mmrl.api.training import train as train
 
-_HOMES = {"train": "mmrl.api.training", "Run": "mmrl.api.result"}
+_HOMES = {
+    "Run": "mmrl.api.result",
+    "compare": "mmrl.api.comparing",
+    "evaluate": "mmrl.api.training",
+    "train": "mmrl.api.training",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -14,7 +14,7 @@ DRAWING = PROJECT / "docs/architecture.svg"
 ROWS = (  # from the top, in three columns: each row imports from those below it
     ("mmrl.contrib", "mmrl.gui", "mmrl.cli"),
     ("robotics", "mmrl.agents", "mmrl.masked"),
-    ("diffusion", "mmrl.vlm", "mmrl.compare"),
+    ("diffusion", "mmrl.vlm", "mmrl.comparison"),
     (None, "mmrl.training", "mmrl.report"),
     ("mmrl.hub", None, "mmrl.runs"),
     (None, "mmrl.rewards", None),
@@ -30,7 +30,7 @@ ABOUT = {
     "mmrl.masked": "masked diffusion, BGPO, IGPO",
     "mmrl.vlm": "PAPO, APO, TSPO",
     "mmrl.hub": "tables, images, video",
-    "mmrl.compare": "experiments, paired seeds",
+    "mmrl.comparison": "experiments, paired seeds",
     "mmrl.report": "report.html and figures",
     "mmrl.training": "recipe, trainer, update",
     "mmrl.runs": "checkpoints, metrics, resume",

@@ -12,9 +12,9 @@ from pathlib import Path
 from mmrl.cli.explain import ROWS, domains_of, golden_sources
 from mmrl.cli.listings import markdown_table
 from mmrl.cli.papers import status_of
-from mmrl.compare.evidence import VERDICTS, FindingConfig
-from mmrl.compare.experiment import ExperimentConfig
-from mmrl.compare.reproduce import evidence_of, findings_by_subject, measured
+from mmrl.comparison.evidence import VERDICTS, FindingConfig
+from mmrl.comparison.experiment import ExperimentConfig
+from mmrl.comparison.reproduce import evidence_of, findings_by_subject, measured
 from mmrl.core.catalogue import CATALOGUE, PREFERENCES, all_headings
 from mmrl.entries import RecipeEntry
 from mmrl.recipes import RECIPES, all_recipes, contrib_recipes

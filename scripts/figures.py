@@ -9,8 +9,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from mmrl.compare.experiment import load_experiment
-from mmrl.compare.figures import stored_figure
+from mmrl.comparison.experiment import load_experiment
+from mmrl.comparison.figures import stored_figure
 from mmrl.report.charts import save_png
 
 PROJECT = Path(__file__).resolve().parent.parent

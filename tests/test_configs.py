@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.compare.experiment import load_experiment
-from mmrl.compare.plans import plan_arm_run, plan_preparations
+from mmrl.comparison.experiment import load_experiment
+from mmrl.comparison.plans import plan_arm_run, plan_preparations
 from mmrl.config import load_run
 from mmrl.entries import load_target
 from mmrl.rewards.reward_loading import load_function

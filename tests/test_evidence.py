@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli.explain import GOLDEN, GOLDEN_OF, ROWS
-from mmrl.compare.reproduce import evidence_of, measured
+from mmrl.comparison.reproduce import evidence_of, measured
 from mmrl.recipes import all_recipes
 
 PROJECT = Path(__file__).resolve().parent.parent

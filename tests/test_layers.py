@@ -29,7 +29,7 @@ ROOMS = (
     "mmrl.training",
     "mmrl.hub",
     "mmrl.report",
-    "mmrl.compare",
+    "mmrl.comparison",
     "mmrl.vlm",
     "mmrl.masked",
     "mmrl.agents",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,20 @@ def _shown(value: Any) -> str:
     return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def evaluation_rows(records: Iterable[Mapping[str, Any]]) -> Table:
+    """A row for each accuracy, success or score of evaluations, with the ends of its 95% interval."""
+    from mmrl.runs.statistics import HEADLINES
+
+    rows = Table()
+    for record in records:
+        for name in (name for name in record if name.startswith(HEADLINES) and not name.endswith(ENDS)):
+            row = {"step": record["step"]} if "step" in record else {}
+            ends = {end: record.get(f"{name}/{end}") for end in ("low", "high")}
+            about = {"split": record.get("split", ""), "metric": name, "value": record[name]}
+            rows.append({**row, **about, **ends, "n": record.get("n")})
+    return rows
+
+
 class Run:
     """A run folder and the Python objects that it was started with.
 
@@ -63,7 +77,7 @@ class Run:
         self.folder = Path(folder)
         if not (self.folder / "config.yaml").is_file():
             raise UserError(f"{folder} is not the folder of a run: it has no config.yaml")
-        self._objects = dict(objects or {})
+        self.objects = dict(objects or {})
         self._owned = owned
 
     @property
@@ -72,7 +86,8 @@ class Run:
         return self.folder / "config.yaml"
 
     @cached_property
-    def _opened(self) -> tuple[Any, Any]:
+    def opened(self) -> tuple[Any, Any]:
+        """Row of the recipe, and the configuration."""
         from mmrl.config import load_run
 
         return load_run(self.config_path, [f"output_dir={self.folder}"])
@@ -80,7 +95,7 @@ class Run:
     @property
     def config(self) -> Any:
         """The configuration, a dataclass of the recipe."""
-        return self._opened[1]
+        return self.opened[1]
 
     @property
     def result(self) -> dict[str, Any]:
@@ -99,25 +114,9 @@ class Run:
     @property
     def evaluation(self) -> Table:
         """A row for each metric of each evaluation, with the ends of its 95% interval."""
-        from mmrl.runs.statistics import HEADLINES
         from mmrl.runs.tracking import read_evaluations
 
-        rows = Table()
-        for record in read_evaluations(self.folder):
-            names = [name for name in record if name.startswith(HEADLINES) and not name.endswith(ENDS)]
-            for name in names:
-                rows.append(
-                    {
-                        "step": record["step"],
-                        "split": record.get("split", ""),
-                        "metric": name,
-                        "value": record[name],
-                        "low": record.get(f"{name}/low"),
-                        "high": record.get(f"{name}/high"),
-                        "n": record.get("n"),
-                    }
-                )
-        return rows
+        return evaluation_rows(read_evaluations(self.folder))
 
     @property
     def warnings(self) -> Table:
@@ -151,8 +150,8 @@ class Run:
         """Write the model of the best, else newest checkpoint as one ordinary folder; returns how to load it."""
         from mmrl.report.export import export_run
 
-        entry, config = self._opened
-        with given.having(self._objects):
+        entry, config = self.opened
+        with given.having(self.objects):
             return export_run(entry, config, self.folder, Path(folder), step)
 
     @cached_property
@@ -160,7 +159,7 @@ class Run:
         """Policy of the best, else newest checkpoint."""
         from mmrl.runs.export import chosen_checkpoint
 
-        entry, config = self._opened
+        entry, config = self.opened
         loader = _loader(entry)
         model = dataclasses.replace(config.model, path=str(chosen_checkpoint(self.folder) / "model"), build=None)
         return loader(model)

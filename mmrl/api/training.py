@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.api.inputs import Inputs, absolute, take_env, take_model, take_rewards, take_rows, take_settings
-from mmrl.api.methods import resolve
-from mmrl.api.result import Run
+from mmrl.api.methods import domain_of, resolve
+from mmrl.api.result import Run, Table, evaluation_rows
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
 from mmrl.runs.folder import has_begun
@@ -96,6 +96,88 @@ def train(
     return Run(folder, inputs.objects, model if inputs.modes else None)
 
 
+DEFAULT = {"language": "vlm", "agents": "agent", "images": "flow_grpo", "robots": "robot_grpo"}
+"""Recipe of each domain whose evaluation measures a model that no run has trained."""
+
+
+def evaluate(
+    model: Any,
+    data: Any = None,
+    reward: Any = None,
+    *,
+    env: Any = None,
+    method: str = "",
+    output_dir: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Table:
+    """Measure a model, or a `Run`, on held-out tasks, as training measures it.
+
+        evaluate("smollm2", data=held_out, reward=score)
+        evaluate(run, data=other_rows)
+
+    Args:
+        model: a `Run`, whose best (else newest) checkpoint is measured with its rewards; or a model as for `train`.
+        data: held-out rows, or a dict of sets of them; with a `Run` by default its own.
+        reward: as for `train`.
+        env: as for `train`.
+        method: recipe whose evaluation is used; by default the general one of the model's domain.
+        output_dir: folder for samples, answers and a report; by default that of the run, else runs/evaluate.
+        options: further options, by dotted names or nested.
+        **settings: options by their last name.
+
+    Returns:
+        A row for each metric with an interval: split, metric, value, low, high, n.
+
+    Raises:
+        UserError: an argument is wrong, or what the evaluation needs is missing.
+        RunError: the evaluation failed.
+    """
+    from mmrl.training.run import evaluate as evaluate_recipe
+
+    _show_log()
+    run = model if isinstance(model, Run) else None
+    if run is not None:
+        inputs = _inputs_of(run, data, reward, env, output_dir, options, settings)
+    else:
+        name = method or DEFAULT[domain_of(model, env)]
+        folder = absolute(output_dir) if output_dir is not None else _numbered("evaluate")
+        inputs = _inputs(name, folder, False, model, data, data, reward, env, None, options, settings)
+    config = _filled(inputs)
+    with _undisturbed(inputs), given.having(inputs.objects, inputs.models):
+        found = evaluate_recipe(inputs.entry, config, None if run is None else run.folder)
+    return evaluation_rows([{"split": split, **values} for split, values in _by_split(found).items()])
+
+
+def _by_split(found: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    by_split: dict[str, dict[str, float]] = {}
+    for key, value in found.items():
+        split, _, name = key.partition("/")
+        by_split.setdefault(split, {})[name] = value
+    return by_split
+
+
+def _inputs_of(
+    run: Run, data: Any, reward: Any, env: Any, output_dir: Any, options: Mapping[str, Any] | None, settings: Any
+) -> Inputs:
+    """The configuration of a run with other held-out rows, rewards or options."""
+    from mmrl.config import to_container
+
+    entry, config = run.opened
+    inputs = Inputs(entry, absolute(output_dir) if output_dir is not None else run.folder)
+    inputs.values = {**to_container(config), "output_dir": str(inputs.folder)}
+    inputs.objects.update(run.objects)
+    if data is not None:
+        inputs.values["eval_data"] = {}
+        take_rows(inputs, None, data)
+    take_rewards(inputs, reward)
+    take_env(inputs, env)
+    take_settings(inputs, settings)
+    for key, value in (options or {}).items():
+        inputs.set(key, value)
+    return inputs
+
+
 def _inputs(
     method: str,
     folder: Path,
@@ -156,7 +238,11 @@ def _folder(method: str, output_dir: str | Path | None, resume: bool) -> Path:
     if resume or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         why = "resume=True" if resume else "a run in several processes"
         raise UserError(f"{why} needs output_dir, the folder of the run")
-    name = method.replace(":", "-").replace("/", "-")
+    return _numbered(method.replace(":", "-").replace("/", "-"))
+
+
+def _numbered(name: str) -> Path:
+    """A folder of runs that is not there yet."""
     folder, number = absolute(RUNS / name), 2
     while folder.exists():
         folder, number = absolute(RUNS / f"{name}-{number}"), number + 1
@@ -201,7 +287,7 @@ def _undisturbed(inputs: Inputs) -> Iterator[None]:
 
 
 def _attention(module: Any) -> str | None:
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     return config.get_text_config()._attn_implementation if hasattr(config, "get_text_config") else None
 
 

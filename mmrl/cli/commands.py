@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, TextIO
 
 from mmrl.cli.listings import in_columns
 from mmrl.cli.starters import STARTERS, write_starter
-from mmrl.compare.compare_commands import (
+from mmrl.comparison.compare_commands import (
     add_allow_argument,
     add_compare_arguments,
     add_reproduce_arguments,
@@ -132,7 +132,7 @@ def evaluate(args: argparse.Namespace) -> int:
     from mmrl.config import foreign_run, load_run
 
     if args.verify:
-        return int(load_target("mmrl.compare.compare_commands:verify")(args))
+        return int(load_target("mmrl.comparison.compare_commands:verify")(args))
     if args.rows is not None or args.row:
         raise UserError("--rows and --row choose rows of a ledger to repeat; they need --verify")
     if not args.target.is_dir():
@@ -383,7 +383,7 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="CONFIG_OR_RUN_DIR", type=Path, help="YAML file, run, or ledger to verify")
     _add_overrides(parser)
-    load_target("mmrl.compare.compare_commands:add_verify_arguments")(parser)
+    load_target("mmrl.comparison.compare_commands:add_verify_arguments")(parser)
     add_allow_argument(parser)
 
 

@@ -27,7 +27,7 @@ from mmrl.recipes import all_recipes, contrib_recipes
 from mmrl.training.objectives import SCORES
 
 if TYPE_CHECKING:
-    from mmrl.compare.evidence import FindingConfig
+    from mmrl.comparison.evidence import FindingConfig
 
 Row = Objective | PreferenceObjective
 ROWS: dict[str, Row] = {**all_objectives(), **all_preferences()}
@@ -308,7 +308,7 @@ def verdicts_of(name: str) -> list[str]:
 
 def _findings(name: str) -> Iterator[tuple[FindingConfig, str]]:
     """Each measured difference about a name, with its page; none in an installed wheel."""
-    from mmrl.compare.evidence import findings_about
+    from mmrl.comparison.evidence import findings_about
 
     return findings_about(name, CONFIGS / "experiments")
 

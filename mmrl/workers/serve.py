@@ -133,8 +133,9 @@ class Pipes:
     def receive_now(self) -> wire.Message:
         """Wait for a message that is under way."""
         message = wire.read(self._input)
-        if message is None:
+        if message is None:  # the pool is gone
             _leave()
+            raise EOFError
         return message
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:

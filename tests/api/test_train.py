@@ -12,7 +12,7 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mmrl import Run, train
+from mmrl import Run, compare, evaluate, train
 from mmrl.api.rows import place
 from mmrl.api.training import _filled, _inputs
 from mmrl.config import load_run
@@ -282,3 +282,54 @@ def test_names_of_trl_mean_the_same_options(folder, tmp_path):
     config = _filled(inputs)
     assert (config.trainer.samples_per_task, config.sampler.max_new_tokens, config.trainer.steps) == (4, 9, 3)
     assert (config.objective.kl["coef"], config.model.lora.rank, config.model.lora.enabled) == (0.25, 8, True)
+
+
+def digits(prompts, completions, **columns):
+    return [float(any(letter.isdigit() for letter in text)) for text in completions]
+
+
+def test_a_model_and_a_run_are_evaluated_as_in_training(folder, tmp_path):
+    def score(completions, **columns):
+        return digits(None, completions)
+
+    run = train(
+        "grpo",
+        model=folder,
+        data=ROWS,
+        eval_data=ROWS,
+        reward=score,
+        output_dir=tmp_path / "run",
+        **SMALL | {"steps": 1},
+    )
+    before = [row for row in run.evaluation if row["step"] == 0]
+    found = evaluate(folder, ROWS, score, output_dir=tmp_path / "measured", max_new_tokens=4)
+    assert {(row["metric"], row["value"], row["n"]) for row in found} == {
+        (row["metric"], row["value"], row["n"]) for row in before
+    }
+    after = [row for row in run.evaluation if row["step"] == 1]
+    again = evaluate(run)
+    assert [(row["metric"], row["value"]) for row in again] == [(row["metric"], row["value"]) for row in after]
+    fewer = evaluate(run, {"few": ROWS[:3]}, output_dir=tmp_path / "few")
+    assert {(row["split"], row["n"]) for row in fewer} == {("few", 3)}
+    reopened = Run(run.folder)
+    with pytest.raises(UserError, match="an object of the Python program"):
+        evaluate(reopened)
+    assert evaluate(reopened, reward=score) == again
+
+
+def test_arms_are_compared_in_pairs_and_finished_runs_are_kept(folder, tmp_path):
+    call = functools.partial(
+        compare, {"grpo": {}, "slow": {"method": "dr_grpo", "learning_rate": 1e-6}}, margin=0.1, seeds=2, model=folder
+    )
+    common = {"data": ROWS, "eval_data": ROWS, "reward": digits, "output_dir": tmp_path / "runs"}
+    rows = call(metric="accuracy/sampled", **common, **SMALL | {"steps": 1})
+    assert [row["arm"] for row in rows] == ["grpo", "slow"]
+    assert rows[1]["verdict"] in ("holds", "no effect within the margin", "inconclusive", "negative")
+    assert rows[1]["difference"] == pytest.approx(rows[1]["mean"] - rows[0]["mean"])
+    written = (tmp_path / "runs/grpo/seed-2/metrics.jsonl").read_text()
+    assert call(metric="accuracy/sampled", **common, **SMALL | {"steps": 1}) == rows
+    assert (tmp_path / "runs/grpo/seed-2/metrics.jsonl").read_text() == written
+    with pytest.raises(UserError, match=r"no accuracy/greedyy .*did you mean 'accuracy/greedy'\?"):
+        call(metric="accuracy/greedyy", **common, **SMALL | {"steps": 1})
+    with pytest.raises(UserError, match="margin is 0"):
+        compare({"grpo": {}}, margin=0)

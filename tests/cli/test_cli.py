@@ -312,7 +312,7 @@ def test_stopped_run_says_how_to_continue(signum, code, toy_config, recorded_tra
 
 
 def test_interrupted_comparison_continues_with_the_same_command(tmp_path, monkeypatch, capsys):
-    import mmrl.compare.run as compare
+    import mmrl.comparison.run as compare
 
     def interrupt(*arguments, **keywords):
         raise KeyboardInterrupt
@@ -417,7 +417,7 @@ def test_report_takes_the_last_folder_and_the_chain_before_it(tmp_path, monkeypa
     ],
 )
 def test_compare_hands_over_its_options(options, expected, tmp_path, monkeypatch, capsys):
-    import mmrl.compare.run as compare
+    import mmrl.comparison.run as compare
 
     calls = []
 

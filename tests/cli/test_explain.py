@@ -12,8 +12,8 @@ from mmrl.cli import main
 from mmrl.cli.explain import DOMAINS as GROUPS
 from mmrl.cli.explain import GOLDEN, GOLDEN_OF, ROWS, explained, find_name, golden_sources, places, usage
 from mmrl.cli.papers import OMITTED, PAPERS, called, spelled, status_of
-from mmrl.compare.evidence import findings_about
-from mmrl.compare.reproduce import evidence_of, findings_by_subject, measured
+from mmrl.comparison.evidence import findings_about
+from mmrl.comparison.reproduce import evidence_of, findings_by_subject, measured
 from mmrl.core import CATALOGUE, PREFERENCES, all_objectives, get
 from mmrl.entries import load_target
 from mmrl.errors import UserError
@@ -93,9 +93,9 @@ def test_a_domain_that_cannot_use_an_objective_says_what_it_lacks():
 
 
 HEAVY = ("torch.nn", "transformers", "diffusers", "accelerate", "mujoco")
-ROOMS = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "mmrl.training.run", "mmrl.compare.experiment")
+ROOMS = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "mmrl.training.run", "mmrl.comparison.experiment")
 ROOMS += ("diffusion.methods", "diffusion.diffusion_config", "robotics")
-MODULES = {"mmrl.training.run", "mmrl.compare.experiment", "diffusion.diffusion_config"}
+MODULES = {"mmrl.training.run", "mmrl.comparison.experiment", "diffusion.diffusion_config"}
 TABLES = {"entries", "toy", "scenes", "benchmarks", "gui_commands"}
 """What a room has for lists and the command line."""
 

@@ -5,7 +5,7 @@ import sys
 
 from omegaconf import OmegaConf
 
-from mmrl.compare.run import run_experiment, train_command
+from mmrl.comparison.run import run_experiment, train_command
 
 # Stands for `mmrl train CONFIG a.b=c ... output_dir=...`: the accuracy follows from the seed, the learning rate
 # (best at 0.01, or at `best`) and `gain`; `trouble` makes it fail in one of the ways a run can fail.

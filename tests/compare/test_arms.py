@@ -1,6 +1,6 @@
 import pytest
 
-from mmrl.compare import figures
+from mmrl.comparison import figures
 
 
 def test_lower_can_be_better(lab):

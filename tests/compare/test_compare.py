@@ -4,8 +4,8 @@ import math
 import pytest
 from PIL import Image
 
-from mmrl.compare import run
-from mmrl.compare.run import run_experiment
+from mmrl.comparison import run
+from mmrl.comparison.run import run_experiment
 from mmrl.errors import RunError, UserError
 from mmrl.runs.statistics import paired_difference
 from tests.compare.lab import EXPERIMENT

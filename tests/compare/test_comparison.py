@@ -10,9 +10,9 @@ from matplotlib.figure import Figure
 from omegaconf import OmegaConf
 from PIL import Image
 
-from mmrl.compare import plans as run_status
-from mmrl.compare.experiment import ExperimentConfig, FigureConfig, StoredArm, StoredConfig, load_experiment
-from mmrl.compare.figures import (
+from mmrl.comparison import plans as run_status
+from mmrl.comparison.experiment import ExperimentConfig, FigureConfig, StoredArm, StoredConfig, load_experiment
+from mmrl.comparison.figures import (
     GREY,
     LABEL_GAP,
     _draw_differences,
@@ -21,10 +21,10 @@ from mmrl.compare.figures import (
     stored_figure,
     work_figure,
 )
-from mmrl.compare.plans import plan_lines
-from mmrl.compare.results import ArmResult, Comparison, Difference, comparison_lines
-from mmrl.compare.run import run_experiment
-from mmrl.compare.summary import plan_comparison, summarise
+from mmrl.comparison.plans import plan_lines
+from mmrl.comparison.results import ArmResult, Comparison, Difference, comparison_lines
+from mmrl.comparison.run import run_experiment
+from mmrl.comparison.summary import plan_comparison, summarise
 from mmrl.errors import UserError
 from mmrl.report.charts import COLOURS
 from mmrl.runs.statistics import verdict

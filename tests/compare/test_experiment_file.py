@@ -6,10 +6,10 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from mmrl.compare.experiment import dotted_overrides, load_experiment
-from mmrl.compare.plans import MARKER, plan_arm_run, plan_preparations, plan_sweep
-from mmrl.compare.reproduce import _written
-from mmrl.compare.run import run_experiment, train_command
+from mmrl.comparison.experiment import dotted_overrides, load_experiment
+from mmrl.comparison.plans import MARKER, plan_arm_run, plan_preparations, plan_sweep
+from mmrl.comparison.reproduce import _written
+from mmrl.comparison.run import run_experiment, train_command
 from mmrl.config import load_run
 from mmrl.errors import RunError, UserError
 from tests.compare.lab import EXPERIMENT

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mmrl.compare.run import Job, run_jobs
+from mmrl.comparison.run import Job, run_jobs
 from tests.programs import is_alive, wait_until
 
 
@@ -42,7 +42,7 @@ def test_nothing_is_left_behind_when_the_caller_is_stopped(tmp_path):
 def test_a_terminated_comparison_leaves_no_run_behind(tmp_path):
     code = (
         "import pathlib, sys\n"
-        "from mmrl.compare.run import Job, run_jobs\n"
+        "from mmrl.comparison.run import Job, run_jobs\n"
         "child = 'import os, pathlib, time; pathlib.Path(\"pid\").write_text(str(os.getpid())); time.sleep(600)'\n"
         "run_jobs([Job('a', (sys.executable, '-c', child), pathlib.Path('a.log'))], 1, 60.0, print)\n"
     )

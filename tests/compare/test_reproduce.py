@@ -7,11 +7,11 @@ import pytest
 from scipy import stats
 
 from mmrl.cli import main
-from mmrl.compare.evidence import FindingConfig
-from mmrl.compare.experiment import load_experiment
-from mmrl.compare.figures import supported
-from mmrl.compare.reproduce import chosen, evidence_of, findings_by_subject, listed, measured, reproduce, smaller
-from mmrl.compare.results import Difference
+from mmrl.comparison.evidence import FindingConfig
+from mmrl.comparison.experiment import load_experiment
+from mmrl.comparison.figures import supported
+from mmrl.comparison.reproduce import chosen, evidence_of, findings_by_subject, listed, measured, reproduce, smaller
+from mmrl.comparison.results import Difference
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 

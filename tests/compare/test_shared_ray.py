@@ -11,7 +11,7 @@ import psutil
 import pytest
 from omegaconf import OmegaConf
 
-from mmrl.compare.run import SharedRay, run_experiment
+from mmrl.comparison.run import SharedRay, run_experiment
 from mmrl.training.ray_rollers import RayLink
 from mmrl.training.settings import RollersConfig
 from tests.programs import ROOT, Program

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from mmrl.compare.plans import sweep_label
+from mmrl.comparison.plans import sweep_label
 from mmrl.errors import RunError, UserError
 
 

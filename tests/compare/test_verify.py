@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mmrl.cli.program import main
-from mmrl.compare.verify import UNEQUAL, Repeater, chance, power, verify
+from mmrl.comparison.verify import UNEQUAL, Repeater, chance, power, verify
 from mmrl.errors import UserError
 from mmrl.recipes import find_recipe
 from mmrl.runs.ledger import read_ledger, write_ledger

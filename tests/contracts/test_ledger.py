@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from mmrl.compare.verify import verify
+from mmrl.comparison.verify import verify
 from mmrl.recipes import RECIPES
 from mmrl.runs.ledger import COLUMNS
 from mmrl.training.run import evaluate

@@ -234,7 +234,7 @@ def damages():
 
 def checked(name, damage, repeats):
     """The sentence that refuses a damaged ledger, and the traceback of another end, here or in the report's reader."""
-    from mmrl.compare.verify import verify
+    from mmrl.comparison.verify import verify
     from mmrl.errors import UserError
     from mmrl.runs.records import read_outcomes
 
@@ -259,7 +259,7 @@ def checked(name, damage, repeats):
 
 
 if __name__ == "__main__":
-    import mmrl.compare.verify  # noqa: F401 - loaded before memory is limited
+    import mmrl.comparison.verify  # noqa: F401 - loaded before memory is limited
 
     used = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     resource.setrlimit(resource.RLIMIT_AS, (used + SPARE_BYTES, used + SPARE_BYTES))

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli.program import main
-from mmrl.compare.verify import verify
+from mmrl.comparison.verify import verify
 from tests.runs.damaged_ledgers import damages, sound
 
 PROJECT = Path(__file__).resolve().parents[2]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.cli.watch.runs import WatchedRun, interval_text, json_object
-from mmrl.compare.plans import MARKER, sweep_label
+from mmrl.comparison.plans import MARKER, sweep_label
 from mmrl.errors import UserError
 from mmrl.runs.metrics import label, measured
 from mmrl.runs.statistics import HEADLINES, SHARES

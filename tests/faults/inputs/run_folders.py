@@ -163,15 +163,15 @@ def _experiments(_: None, rng: random.Random, folder: Path) -> Verdict:
         text = damage_text(rng, sound.read_text())
     path = folder / "experiment.yaml"
     path.write_bytes(text.replace("../", f"{EXPERIMENTS.parent}/").encode(errors="surrogatepass"))
-    with mock.patch("mmrl.compare.run.run_jobs"):
+    with mock.patch("mmrl.comparison.run.run_jobs"):
         return of_command("compare", path, "--output", folder / "compared", may_fail=True)
 
 
 def _records(_: None, rng: random.Random, folder: Path) -> Verdict:
     """Results of an experiment's finished runs when it is summarised."""
-    from mmrl.compare import plans as run_status
-    from mmrl.compare.experiment import load_experiment
-    from mmrl.compare.summary import plan_comparison
+    from mmrl.comparison import plans as run_status
+    from mmrl.comparison.experiment import load_experiment
+    from mmrl.comparison.summary import plan_comparison
 
     (folder / "base.yaml").write_text("recipe: papo\n")
     content = {"name": "ab", "base": "base.yaml", "baseline": "a", "seeds": [1, 2], "metric": "score"}
@@ -189,7 +189,7 @@ def _records(_: None, rng: random.Random, folder: Path) -> Verdict:
     files = sorted(path for path in plans[0].run_dir.rglob("*") if path.is_file())
     _damage_log(rng, rng.choice(files))
     words = ("compare", folder / "ab.yaml", "--output", folder / "out", "--only-report")
-    with mock.patch("mmrl.compare.run.draw"):
+    with mock.patch("mmrl.comparison.run.draw"):
         return of_command(*words, may_fail=True)
 
 

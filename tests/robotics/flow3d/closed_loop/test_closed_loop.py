@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mmrl.compare.verify import verify
+from mmrl.comparison.verify import verify
 from mmrl.config import load_run
 from mmrl.errors import ConfigError, UserError
 from mmrl.runs.statistics import wilson_interval

@@ -11,7 +11,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mmrl.compare.evidence import EvidenceConfig, check_subjects
+from mmrl.comparison.evidence import EvidenceConfig, check_subjects
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import bounded, choice, only_with
 from mmrl.files import is_file, label_problem, own_config

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mmrl.compare.experiment import BASELINE_FINAL
+from mmrl.comparison.experiment import BASELINE_FINAL
 
 
 @dataclass

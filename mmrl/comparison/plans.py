@@ -13,7 +13,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from mmrl.compare.experiment import ExperimentConfig, dotted_overrides
+from mmrl.comparison.experiment import ExperimentConfig, dotted_overrides
 from mmrl.config import given_values, load_omega
 from mmrl.errors import UserError
 from mmrl.files import LARGEST_YAML, read_file, read_json_object, shortened_name, write_atomically

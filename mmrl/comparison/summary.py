@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mmrl.compare.curves import (
+from mmrl.comparison.curves import (
     Curve,
     Curves,
     evaluations,
@@ -24,9 +24,9 @@ from mmrl.compare.curves import (
     target_of,
     work_metric,
 )
-from mmrl.compare.experiment import BASELINE_FINAL, ExperimentConfig
-from mmrl.compare.plans import RunPlan, failure_of, is_finished, plan_arm_run, plan_sweep, tuned_arms
-from mmrl.compare.results import (
+from mmrl.comparison.experiment import BASELINE_FINAL, ExperimentConfig
+from mmrl.comparison.plans import RunPlan, failure_of, is_finished, plan_arm_run, plan_sweep, tuned_arms
+from mmrl.comparison.results import (
     ArmResult,
     CollapseArm,
     CollapseResult,

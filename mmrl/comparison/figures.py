@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmrl.compare.curves import evaluations, read_curves
-from mmrl.compare.evidence import UNITS
-from mmrl.compare.experiment import ExperimentConfig, FigureConfig
-from mmrl.compare.plans import RunPlan, is_finished
-from mmrl.compare.results import ArmResult, Comparison, Difference
-from mmrl.compare.summary import plan_comparison
+from mmrl.comparison.curves import evaluations, read_curves
+from mmrl.comparison.evidence import UNITS
+from mmrl.comparison.experiment import ExperimentConfig, FigureConfig
+from mmrl.comparison.plans import RunPlan, is_finished
+from mmrl.comparison.results import ArmResult, Comparison, Difference
+from mmrl.comparison.summary import plan_comparison
 from mmrl.report.charts import INK, MARKERS, colour_cycle, draw_legend, save_png, style_axes
 from mmrl.runs.statistics import SHARES
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from mmrl.compare.experiment import ExperimentConfig
-from mmrl.compare.plans import RunPlan, is_finished
+from mmrl.comparison.experiment import ExperimentConfig
+from mmrl.comparison.plans import RunPlan, is_finished
 from mmrl.errors import did_you_mean
 from mmrl.runs.tracking import read_evaluations, read_metrics
 

@@ -13,11 +13,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from mmrl.compare.evidence import UNITS, EvidenceConfig, FindingConfig, signed
-from mmrl.compare.experiment import ArmConfig, ExperimentConfig, FigureConfig, as_file, load_experiment
-from mmrl.compare.plans import planned_minutes
-from mmrl.compare.run import CommandBuilder, run_experiment, train_command
-from mmrl.compare.summary import summarise
+from mmrl.comparison.evidence import UNITS, EvidenceConfig, FindingConfig, signed
+from mmrl.comparison.experiment import ArmConfig, ExperimentConfig, FigureConfig, as_file, load_experiment
+from mmrl.comparison.plans import planned_minutes
+from mmrl.comparison.run import CommandBuilder, run_experiment, train_command
+from mmrl.comparison.summary import summarise
 from mmrl.errors import RunError, UserError, did_you_mean
 from mmrl.files import CONFIGS, write_atomically
 

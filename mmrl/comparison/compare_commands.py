@@ -15,11 +15,11 @@ def compare(args: argparse.Namespace) -> int:
     if not args.experiment.is_file():
         raise UserError(f"experiment file not found: {args.experiment}")
     _check_at_least_one("jobs", args.jobs)
-    from mmrl.compare.run import run_experiment, say
+    from mmrl.comparison.run import run_experiment, say
 
     if args.plan:
-        from mmrl.compare.experiment import load_experiment
-        from mmrl.compare.plans import plan_lines
+        from mmrl.comparison.experiment import load_experiment
+        from mmrl.comparison.plans import plan_lines
 
         for line in plan_lines(load_experiment(args.experiment)):
             say(line)
@@ -38,8 +38,8 @@ def reproduce(args: argparse.Namespace) -> int:
     _check_at_least_one("seeds", args.seeds)
     if args.name is None and not args.list:
         raise UserError("name an experiment, objective or recipe; `mmrl reproduce --list` shows what was measured")
-    from mmrl.compare import reproduce as repeated
-    from mmrl.compare.run import say
+    from mmrl.comparison import reproduce as repeated
+    from mmrl.comparison.run import say
 
     if args.list:
         for line in repeated.listed():
@@ -79,8 +79,8 @@ def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
 
 def verify(args: argparse.Namespace) -> int:
     """Check the ledger of an evaluation and repeat some of its rows."""
-    from mmrl.compare.run import say
-    from mmrl.compare.verify import verify as check
+    from mmrl.comparison.run import say
+    from mmrl.comparison.verify import verify as check
 
     return check(args.target, say, args.rows, args.row, args.overrides, args.allow)
 

@@ -26,13 +26,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from mmrl.compare import plans as run_status
-from mmrl.compare.curves import absent_metrics
-from mmrl.compare.experiment import ExperimentConfig, load_experiment
-from mmrl.compare.figures import draw
-from mmrl.compare.plans import RunPlan, forget_digests, plan_arm_run, plan_lines, plan_preparations, plan_sweep
-from mmrl.compare.results import Comparison, comparison_lines, failure_text
-from mmrl.compare.summary import chosen_values, plan_comparison, summarise, sweep_values
+from mmrl.comparison import plans as run_status
+from mmrl.comparison.curves import absent_metrics
+from mmrl.comparison.experiment import ExperimentConfig, load_experiment
+from mmrl.comparison.figures import draw
+from mmrl.comparison.plans import RunPlan, forget_digests, plan_arm_run, plan_lines, plan_preparations, plan_sweep
+from mmrl.comparison.results import Comparison, comparison_lines, failure_text
+from mmrl.comparison.summary import chosen_values, plan_comparison, summarise, sweep_values
 from mmrl.errors import RunError, UserError
 from mmrl.files import last_line, read_text, shortened_name, write_atomically
 from mmrl.runs.records import finite_or_none
