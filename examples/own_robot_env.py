@@ -53,6 +53,6 @@ run = train(
     steps=8,
     learning_rate=1e-2,
     output_dir=tempfile.mkdtemp(prefix="own-robot-env-"),
-    options={"sim": {"horizon": 20, "image_size": 0, "workers": 2}, "evaluation": {"greedy": False, "samples": 1}},
+    options={"sim": {"horizon": 20, "image_size": 0, "workers": 2}},
 )
 print(run.evaluation)

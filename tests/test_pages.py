@@ -285,7 +285,7 @@ def test_the_stage_of_adding_changes_half_of_the_questions(tmp_path):
 
 def test_every_python_block_is_run_or_says_that_it_is_not():
     languages = {block.language for page in PAGES for block in page.blocks}
-    assert languages <= {"bash", "python", "python notest", "yaml", "json", "text"}
+    assert languages <= {"bash", "python", "python notest", "yaml", "json", "text", "bibtex"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -127,8 +127,11 @@ def take_model(inputs: Inputs, model: Any) -> None:
         inputs.objects[name] = lambda: model
         inputs.set("model.kind", f"{GIVEN}:{name}")
         inputs.modes.append((model, model.training))
-        # a plain module chooses one action at a time, unless it says otherwise
+        # a plain module chooses one action at a time and only samples, unless it says otherwise
         inputs.set("model.chunk", int(getattr(model, "chunk", 1)))
+        act = getattr(getattr(model, "module", model), "act", None)  # of what a ModuleAdapter wraps
+        if callable(act) and not {"greedy", "kwargs"} & set(inspect.signature(act).parameters):
+            inputs.set("evaluation", {"greedy": False, "samples": 1})
     else:
         raise UserError(
             f"model is a {type(model).__name__}; give a folder, a hub id, the name of a packaged model, (model, "
@@ -253,6 +256,9 @@ def take_rewards(inputs: Inputs, reward: Any) -> None:
     if reward is None:
         return
     if _section(inputs.entry, "rewards") is None:
+        if isinstance(reward, str) and "reward" in hints_of(_config_class(inputs.entry)):
+            inputs.set("reward", reward)  # such as return or sparse, of robots
+            return
         raise UserError(
             f"'{inputs.entry.name}' takes its reward from elsewhere (`mmrl options {inputs.entry.name} reward`); leave "
             "reward out"
