@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.workers.loading import LoadError, append_path, find_function
+from mmrl.workers import given
+from mmrl.workers.loading import GIVEN, LoadError, append_path, find_function
 
 
 def load_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
@@ -34,12 +35,16 @@ def call_function(spec: str, options: Mapping[str, Any], *args: Any, what: str) 
 
 def source_digest(spec: str) -> str:
     """Digest of the file that defines a function, so that results of changed code differ from earlier ones."""
+    if spec.startswith(f"{GIVEN}:"):
+        return str(given.about_name(spec.partition(":")[2]).get("digest", ""))
     file = _source_file(spec)
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else ""
 
 
 def function_source(spec: str) -> str:
     """Source code of a function by name, found without running anything; empty if not found."""
+    if spec.startswith(f"{GIVEN}:"):
+        return str(given.about_name(spec.partition(":")[2]).get("source", ""))
     file, name = _source_file(spec), spec.rpartition(":")[2]
     try:
         text = file.read_text(encoding="utf-8") if file else ""

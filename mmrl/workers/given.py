@@ -13,7 +13,8 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmrl.workers.loading import GIVEN, LoadError
+from mmrl.workers import loading
+from mmrl.workers.loading import GIVEN, GIVEN_ELSEWHERE, LoadError
 
 _OBJECTS: dict[str, Any] = {}
 _PICKLED: dict[str, bytes] = {}
@@ -52,10 +53,7 @@ def find(name: str, what: str) -> Any:
     if name not in _OBJECTS and name in _PICKLED:
         _OBJECTS[name] = _unpickled(name, what)
     if name not in _OBJECTS:
-        raise LoadError(
-            f"{what} is {GIVEN}:{name}, an object of the Python program that started this run, which is not at hand: "
-            "run that program again, with `resume=True` to continue"
-        )
+        raise LoadError(f"{what} is {GIVEN}:{name}, {GIVEN_ELSEWHERE}")
     return _OBJECTS[name]
 
 
@@ -122,3 +120,6 @@ def _digest(text: str) -> str:
 def about_name(name: str) -> dict[str, Any]:
     """`about` of an object by its name; empty if this program has none."""
     return about(_OBJECTS[name]) if name in _OBJECTS else {}
+
+
+loading.find_given = find

@@ -33,6 +33,12 @@ class LoadError(Exception):
 SUITE = ("mmrl", "diffusion", "robotics")
 GIVEN = "given"
 """What stands before the name of an object of the program that started the run; see `mmrl.workers.given`."""
+GIVEN_ELSEWHERE = (
+    "an object of the Python program that started this run, which is not at hand: run that program again, with "
+    "resume=True to continue. A process of another interpreter needs path/to/file.py:name"
+)
+find_given: Callable[[str, str], Any] | None = None
+"""Finds such objects; set by `mmrl.workers.given` where a program has some."""
 ROOT = Path(__file__).resolve().parents[2]
 """Folder of the suite's packages. Simulators with a Python of their own load their factories by path."""
 RESTRICTED = "MMRL_RESTRICTED"
@@ -73,7 +79,9 @@ def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
     if not separator or not place or not name:
         raise LoadError(f"{what} is {spec!r}; expected module:function or path/to/file.py:function")
     if place == GIVEN:
-        return _given(name, what)
+        if find_given is None:
+            raise LoadError(f"{what} is {spec}, {GIVEN_ELSEWHERE}")
+        return find_given(name, what)
     check_allowed(spec, what)
     module = _load_file(place, what) if place.endswith(".py") else _load_module(place, what)
     # Dots in the name reach into classes.
@@ -87,19 +95,6 @@ def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
     # Twice: a module of the suite may import a function from elsewhere under its own name.
     check_allowed(spec, what, str(getattr(function, "__module__", "")))
     return function
-
-
-def _given(name: str, what: str) -> Callable[..., Any]:
-    """An object of the program that started the run, which only the same interpreter has."""
-    try:
-        from mmrl.workers import given
-    except ImportError:
-        raise LoadError(
-            f"{what}: {name} was given as a Python object, which cannot reach a process of another interpreter; write "
-            "it into a file and give path/to/file.py:name"
-        ) from None
-    found: Callable[..., Any] = given.find(name, what)
-    return found
 
 
 def check_allowed(spec: str, what: str, home: str | None = None) -> None:

@@ -18,6 +18,7 @@ from mmrl.api.training import _filled, _inputs
 from mmrl.config import load_run
 from mmrl.errors import RunStopped, UserError
 from mmrl.vlm.toy.tiny_generic import build_tiny_generic
+from mmrl.workers import given
 from mmrl.workers.loading import LoadError, find_function
 
 ROWS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(1, 9)]
@@ -315,6 +316,8 @@ def test_a_model_and_a_run_are_evaluated_as_in_training(folder, tmp_path):
     with pytest.raises(UserError, match="an object of the Python program"):
         evaluate(reopened)
     assert evaluate(reopened, reward=score) == again
+    protocol = json.loads((run.folder / "protocol.json").read_text())
+    assert given.about(score)["digest"] in json.dumps(protocol)
 
 
 def test_arms_are_compared_in_pairs_and_finished_runs_are_kept(folder, tmp_path):
