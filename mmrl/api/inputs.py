@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
 import os
 import shutil
 import sys
 import time
+import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -66,7 +68,17 @@ class Inputs:
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
                 raise UserError(f"option {key} has a value inside of '{parent}', which has a value itself")
-        section[last] = value
+        section[last] = self._named(value, last)
+
+    def _named(self, value: Any, kind: str) -> Any:
+        """A value in which functions and classes, which options name, are named."""
+        if inspect.isroutine(value) or inspect.isclass(value) or isinstance(value, functools.partial):
+            return self.name_of(value, kind)
+        if isinstance(value, Mapping):
+            return {key: self._named(each, str(key)) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._named(each, kind) for each in value]
+        return str(value) if isinstance(value, Path) else value
 
     def name_of(self, value: Any, kind: str) -> str:
         """How a configuration names a callable: by its module, or as an object of this program."""
@@ -216,16 +228,21 @@ def take_rows(inputs: Inputs, data: Any, eval_data: Any) -> None:
         sets = {"": sets["train"]}
         eval_data = held_out if eval_data is None and held_out else eval_data
     if sets:
-        _take_set(inputs, sets[""], "data", "train")
-    for name, rows in (splits_of(eval_data, "eval_data") if eval_data is not None else {}).items():
-        _take_set(inputs, rows, f"eval_data.{name or HELD_OUT}", name or HELD_OUT)
+        # cloning of robots learns from demonstrations
+        key = next((name for name in ("data", "demonstrations") if is_dataclass(_section(inputs.entry, name))), "")
+        if not key:
+            raise UserError(f"'{inputs.entry.name}' has no data; leave data out")
+        _take_set(inputs, sets[""], _section(inputs.entry, key), key, "train")
+    if eval_data is not None:
+        held_out = typing.get_args(_section(inputs.entry, "eval_data"))
+        if len(held_out) != 2:
+            raise UserError(f"'{inputs.entry.name}' has no held-out data; leave eval_data out")
+        for name, rows in splits_of(eval_data, "eval_data").items():
+            _take_set(inputs, rows, held_out[1], f"eval_data.{name or HELD_OUT}", name or HELD_OUT)
     _keep_apart(inputs)
 
 
-def _take_set(inputs: Inputs, rows: Any, key: str, name: str) -> None:
-    section = _section(inputs.entry, "data")
-    if not is_dataclass(section):
-        raise UserError(f"'{inputs.entry.name}' has no data")
+def _take_set(inputs: Inputs, rows: Any, section: Any, key: str, name: str) -> None:
     known = {item.name for item in fields(section)}
     count = next((option for option in ("layouts", "seeds") if option in known), None)
     if isinstance(rows, Mapping):
@@ -256,8 +273,8 @@ def take_rewards(inputs: Inputs, reward: Any) -> None:
     if reward is None:
         return
     if _section(inputs.entry, "rewards") is None:
-        if isinstance(reward, str) and "reward" in hints_of(_config_class(inputs.entry)):
-            inputs.set("reward", reward)  # such as return or sparse, of robots
+        if isinstance(reward, str | Mapping) and _section(inputs.entry, "reward") is not None:
+            inputs.set("reward", reward)  # the environment's, such as return or sparse, or weights of its parts
             return
         raise UserError(
             f"'{inputs.entry.name}' takes its reward from elsewhere (`mmrl options {inputs.entry.name} reward`); leave "

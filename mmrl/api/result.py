@@ -160,9 +160,20 @@ class Run:
         from mmrl.runs.export import chosen_checkpoint
 
         entry, config = self.opened
-        loader = _loader(entry)
-        model = dataclasses.replace(config.model, path=str(chosen_checkpoint(self.folder) / "model"), build=None)
-        return loader(model)
+        folder = chosen_checkpoint(self.folder) / "model"
+        if entry.target.startswith("robotics."):
+            from robotics import open_policy
+
+            return open_policy(folder), None
+        model = dataclasses.replace(config.model, path=str(folder), build=None)
+        if entry.target.startswith("diffusion."):
+            from diffusion import load_policy as load_pipeline_policy
+
+            return load_pipeline_policy(model).pipeline, None
+        from mmrl.vlm.engine.vlm_policy import load_policy
+
+        policy = load_policy(model)
+        return policy.model, policy.processor
 
     @property
     def model(self) -> Any:
@@ -211,31 +222,3 @@ class Run:
             parts.append(f"<table><tr><th>prompt</th><th>response</th><th>reward</th></tr>{''.join(shown)}</table>")
         parts.append(f"<p>report: <code>{escape(str(self.folder / 'report.html'))}</code></p>")
         return "".join(parts)
-
-
-def _loader(entry: Any) -> Any:
-    """Function from a model's configuration to the model and its processor."""
-    if entry.target.startswith("diffusion."):
-        return lambda config: (_pipeline(config), None)
-    if entry.target.startswith("robotics."):
-        return lambda config: (_robot_policy(config), None)
-    return _network
-
-
-def _network(config: Any) -> tuple[Any, Any]:
-    from mmrl.vlm.engine.vlm_policy import load_policy
-
-    policy = load_policy(config)
-    return policy.model, policy.processor
-
-
-def _pipeline(config: Any) -> Any:
-    from diffusion import load_policy
-
-    return load_policy(config).pipeline
-
-
-def _robot_policy(config: Any) -> Any:
-    from robotics import open_policy
-
-    return open_policy(config.path)

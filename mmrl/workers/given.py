@@ -13,7 +13,6 @@ import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from mmrl.workers import loading
 from mmrl.workers.loading import GIVEN, GIVEN_ELSEWHERE, LoadError
 
 _OBJECTS: dict[str, Any] = {}
@@ -120,6 +119,3 @@ def _digest(text: str) -> str:
 def about_name(name: str) -> dict[str, Any]:
     """`about` of an object by its name; empty if this program has none."""
     return about(_OBJECTS[name]) if name in _OBJECTS else {}
-
-
-loading.find_given = find

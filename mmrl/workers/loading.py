@@ -37,8 +37,6 @@ GIVEN_ELSEWHERE = (
     "an object of the Python program that started this run, which is not at hand: run that program again, with "
     "resume=True to continue. A process of another interpreter needs path/to/file.py:name"
 )
-find_given: Callable[[str, str], Any] | None = None
-"""Finds such objects; set by `mmrl.workers.given` where a program has some."""
 ROOT = Path(__file__).resolve().parents[2]
 """Folder of the suite's packages. Simulators with a Python of their own load their factories by path."""
 RESTRICTED = "MMRL_RESTRICTED"
@@ -79,9 +77,12 @@ def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
     if not separator or not place or not name:
         raise LoadError(f"{what} is {spec!r}; expected module:function or path/to/file.py:function")
     if place == GIVEN:
-        if find_given is None:
+        # By name: this file may be loaded by its path, and a process that got such objects has that module.
+        given: Any = sys.modules.get("mmrl.workers.given")
+        if given is None:
             raise LoadError(f"{what} is {spec}, {GIVEN_ELSEWHERE}")
-        return find_given(name, what)
+        found: Callable[..., Any] = given.find(name, what)
+        return found
     check_allowed(spec, what)
     module = _load_file(place, what) if place.endswith(".py") else _load_module(place, what)
     # Dots in the name reach into classes.
