@@ -149,9 +149,17 @@ def _evaluate(args: argparse.Namespace, entry: Any, config: Any, run_dir: Path |
     if run_dir and not any(text.startswith("output_dir=") for text in args.overrides):
         config.output_dir = str(run_dir)  # the folder may have been moved since it was written
     metrics = evaluate(entry, config, run_dir)
-    width = max(map(len, metrics), default=0)
-    for name, value in metrics.items() if is_first_process() else ():
-        say(f"{name:<{width}}  {value:.6g}")
+    if not is_first_process():
+        return 0
+    from mmrl.report.report_tables import evaluation_lines
+
+    lines = [] if args.all else evaluation_lines(metrics)
+    for line in lines:
+        say(line)
+    if not lines:
+        width = max(map(len, metrics), default=0)
+        for name, value in metrics.items():
+            say(f"{name:<{width}}  {value:.6g}")
     return 0
 
 
@@ -383,6 +391,7 @@ def _add_overrides(parser: argparse.ArgumentParser) -> None:
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("target", metavar="CONFIG_OR_RUN_DIR", type=Path, help="YAML file, run, or ledger to verify")
     _add_overrides(parser)
+    parser.add_argument("--all", action="store_true", help="print every number instead of the table")
     load_target("mmrl.comparison.compare_commands:add_verify_arguments")(parser)
     add_allow_argument(parser)
 

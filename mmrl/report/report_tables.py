@@ -13,7 +13,15 @@ import numpy as np
 from mmrl.report.folder import EvaluationPoint, RunFolder, estimate, evaluation_points, plain, read_run
 from mmrl.runs.metrics import DIVERSITY, STAGES, STAGES_BETWEEN, label, measured
 from mmrl.runs.records import Outcome
-from mmrl.runs.statistics import SHARES, difference_interval, mean_interval, paired_difference, wilson_interval
+from mmrl.runs.statistics import (
+    HEADLINES,
+    SHARES,
+    difference_interval,
+    mean_interval,
+    paired_difference,
+    wilson_interval,
+)
+from mmrl.runs.tracking import estimate_text
 
 NAMES = {
     "policy/kl_ref": "from the reference",
@@ -250,6 +258,32 @@ def part_lines(folders: Sequence[Path], metric: str = "") -> list[str]:
             rows += [_row(indent + row["label"], row) for row in group["rows"]]
         lines += [f"{table['split']}, {table['protocol']}", *_aligned(rows)]
     return lines
+
+
+def evaluation_lines(metrics: Mapping[str, float]) -> list[str]:
+    """Table of what `mmrl evaluate` found, from numbers by split/name: a row for each split and group of tasks."""
+    by_split: dict[str, dict[str, float]] = {}
+    for key, value in metrics.items():
+        split, _, name = key.partition("/")
+        by_split.setdefault(split, {})[name] = value
+    lines = []
+    for split, found in by_split.items():
+        # measured() leaves out the parts of tasks, which become rows
+        protocols = measured([found], HEADLINES)
+        if not protocols:
+            continue
+        first = protocols[0]
+        parts = [name.removeprefix(f"{first}/") for name in found if _is_part(name, first)]
+        rows: list[tuple[str, ...]] = [(split, *(readable_name(name) for name in protocols))]
+        for shown, suffix in (("all tasks", ""), *((part, f"/{part}") for part in parts)):
+            cells = (f"{name}{suffix}" for name in protocols)
+            rows.append((shown, *(estimate_text(name, found) if name in found else "–" for name in cells)))
+        lines += _aligned(rows)
+    return lines
+
+
+def _is_part(name: str, metric: str) -> bool:
+    return name.startswith(f"{metric}/") and not name.endswith(("/low", "/high"))
 
 
 def _row(label: str, row: dict[str, Any]) -> tuple[str, ...]:

@@ -16,7 +16,8 @@ def measured(records: Sequence[Mapping[str, Any]], prefixes: tuple[str, ...]) ->
     """Names of the metrics with one of the prefixes, without interval ends and without those of parts of the tasks."""
     names = dict.fromkeys(name for record in records for name in record if name.startswith(prefixes))
     shares = [name for name in names if not name.endswith(("/low", "/high"))]
-    return [name for name in shares if name.rpartition("/")[0] not in shares]
+    # a value of a data column, the last part of a name, may contain slashes
+    return [name for name in shares if not any(name.startswith(f"{other}/") for other in shares)]
 
 
 def label(name: str) -> str:

@@ -141,7 +141,7 @@ class ConsoleSink:
         line = f"evaluation at step {step} ({tag}, {split}{count}): {_evaluation_text(metrics)}"
         self._console.print(line, style="green", markup=False)
         for metric, column, values in _parts(metrics):
-            cells = [f"{value} {_estimate(name, metrics)}" for value, name in values.items()]
+            cells = [f"{value} {estimate_text(name, metrics)}" for value, name in values.items()]
             self._console.print(f"  {label(metric)} by {column}: {', '.join(cells)}", style="green", markup=False)
 
     def truncate_after(self, step: int) -> None:
@@ -304,7 +304,7 @@ def _progress_bar(console: Any) -> Progress:
 
 
 def _evaluation_text(metrics: Mapping[str, float]) -> str:
-    shown = [f"{label(name)} {_estimate(name, metrics)}" for name in measured([metrics], HEADLINES)]
+    shown = [f"{label(name)} {estimate_text(name, metrics)}" for name in measured([metrics], HEADLINES)]
     heldout = [f"{label(name)} {metrics[name]:.3f}" for name in measured([metrics], ("heldout/",))]
     parts = [", ".join(shown) or "nothing measured"]
     parts += [f"held out: {', '.join(heldout)}"] if heldout else []
@@ -362,7 +362,7 @@ def _seconds_by_stage(metrics: Mapping[str, float]) -> str:
     return shown + "".join(f" + {stage}" for stage in between)
 
 
-def _estimate(name: str, metrics: Mapping[str, float]) -> str:
+def estimate_text(name: str, metrics: Mapping[str, float]) -> str:
     """A share in per cent, another measurement as it is."""
     low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
     share = name.startswith(SHARES)

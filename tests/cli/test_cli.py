@@ -384,14 +384,28 @@ def test_evaluate_reads_the_run_folder(toy_config, monkeypatch, capsys):
 
     def evaluate(entry, config, folder):
         seen.update(name=entry.name, slope=config.slope, folder=folder)
-        return {"test/accuracy": 0.5, "test/n": 400.0}
+        return {
+            "test/n": 400.0,
+            "test/accuracy/greedy": 0.5,
+            "test/accuracy/greedy/low": 0.4512,
+            "test/accuracy/greedy/high": 0.5488,
+            "test/accuracy/greedy/form=a/b": 1.0,
+            "test/accuracy/sampled": 0.25,
+        }
 
     monkeypatch.setattr(runs, "evaluate", evaluate)
     assert main(["evaluate", str(run_dir)]) == 2  # nobody here ran it, so its recipe may be anybody's code
     assert not seen
     assert main(["evaluate", str(run_dir), "--allow", "toy_recipe:ToyRecipe:ToyConfig"]) == 0
     assert seen == {"name": "toy_recipe:ToyRecipe:ToyConfig", "slope": 3.0, "folder": run_dir}
-    assert capsys.readouterr().out == "test/accuracy  0.5\ntest/n         400\n"
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    assert [[cell.strip() for cell in line if cell.strip()] for line in lines] == [
+        ["test", "greedy", "sampled"],
+        ["all tasks", "50.0 % [45.1, 54.9]", "25.0 %"],
+        ["form=a/b", "100.0 %", "–"],
+    ]
+    assert main(["evaluate", str(run_dir), "--all", "--allow", "toy_recipe:ToyRecipe:ToyConfig"]) == 0
+    assert "test/n                         400\n" in capsys.readouterr().out
 
 
 def test_report_takes_the_last_folder_and_the_chain_before_it(tmp_path, monkeypatch, capsys):

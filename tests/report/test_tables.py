@@ -4,6 +4,7 @@ from mmrl.report.folder import read_run
 from mmrl.report.gallery import readable_answer
 from mmrl.report.page import outcome, write_report
 from mmrl.report.report_tables import headline
+from mmrl.runs.metrics import measured
 from mmrl.runs.records import Outcome, SampleRecord, write_outcomes, write_samples
 from mmrl.runs.statistics import difference_interval, paired_difference, wilson_interval
 from mmrl.runs.tracking import Tracker
@@ -131,3 +132,7 @@ def test_the_metric_that_chooses_the_best_checkpoint_comes_first(tmp_path):
     (tmp_path / "config.yaml").write_text("checkpoint: {best_metric: accuracy/sampled}\n")
     assert headline([read_run(tmp_path)])[0]["protocols"] == ["sampled", "greedy"]
     assert "from 10.0 to 70.0" in outcome([read_run(tmp_path)])[0]
+
+
+def test_values_of_a_data_column_with_slashes_are_no_metrics_of_their_own():
+    assert measured([{"accuracy/greedy": 0.5, "accuracy/greedy/form=a/b": 1.0}], ("accuracy/",)) == ["accuracy/greedy"]
