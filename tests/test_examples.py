@@ -23,7 +23,8 @@ def first_and_last(text):
 
 def test_every_example_is_listed_and_tested():
     programs = sorted(path.name for path in EXAMPLES.glob("*.py"))
-    assert sorted(re.findall(r"^- \[(\S+)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.M)) == programs
+    listed = re.findall(r"^- \[(\S+\.py)\]\(\1\)", (EXAMPLES / "README.md").read_text(), re.M)
+    assert sorted(listed) == programs
     tested = Path(__file__).read_text(encoding="utf-8")
     assert [name for name in programs if f'run("{name}"' not in tested] == []
 

@@ -232,7 +232,7 @@ def test_a_chain_of_runs(quick, tmp_path, capsys):
     steps = [json.loads(line)["step"] for line in (papo / "metrics.jsonl").open()]
     assert steps == [1, 2, 3]
 
-    assert main(["evaluate", str(papo)]) == 0
+    assert main(["evaluate", "--all", str(papo)]) == 0
     shown = dict(line.rsplit(maxsplit=1) for line in capsys.readouterr().out.splitlines())
     assert 0 <= float(shown["heldout/accuracy/greedy"]) <= 1
     assert float(shown["heldout/n"]) == 4

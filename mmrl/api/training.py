@@ -225,7 +225,8 @@ def _planned(method: str, *arguments: Any) -> str:
         inputs = _inputs(method, Path(folder) / "run", False, *arguments)
         config = _filled(inputs)
         with _undisturbed(inputs), given.having(inputs.objects, inputs.models):
-            return "\n".join(dry_run(inputs.entry, config))
+            # a folder that is gone would only confuse
+            return "\n".join(dry_run(inputs.entry, config)).replace(f"{inputs.folder}/", "")
 
 
 def _folder(method: str, output_dir: str | Path | None, resume: bool) -> Path:

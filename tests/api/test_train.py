@@ -227,6 +227,7 @@ def test_a_dry_run_plans_and_leaves_nothing(folder, tmp_path, monkeypatch):
     plan = train("grpo", model=folder, data=ROWS, reward=length, dry_run=True, **SMALL)
     assert "8 questions" in plan
     assert "peak" in plan
+    assert "data: data/train-" in plan, "it names no folder that is gone"
     assert list(tmp_path.iterdir()) == []
 
 

@@ -55,7 +55,7 @@ def run(tmp_path, model, *benchmarks, **options):
 
 
 def test_the_command_writes_answers_tables_and_images(tmp_path, models, capsys):
-    assert main(["evaluate", str(configured(tmp_path, models["qwen2_5_vl"], "screenspot"))]) == 0
+    assert main(["evaluate", "--all", str(configured(tmp_path, models["qwen2_5_vl"], "screenspot"))]) == 0
     out = capsys.readouterr().out
     assert "screenspot/accuracy/first" in out
     result = json.loads((tmp_path / "out" / "results" / "screenspot.json").read_text())
