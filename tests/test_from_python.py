@@ -35,8 +35,8 @@ def test_text(tmp_path):
 def test_the_lines_of_the_readme(tmp_path):
     build_tiny_generic(tmp_path / "tiny", corpus=["Answer with JSON like name is years old"])
     blocks = re.findall(r"```python notest\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    short = {'"smollm2"': '"tiny"', "steps=8": "steps=2", "max_new_tokens=40": "max_new_tokens=4"}
-    short |= {'"evaluation.max_tasks": 40': '"evaluation.max_tasks": 4'}
+    short = {'"smollm2"': '"tiny"', '"steps": 8': '"steps": 2', '"max_new_tokens": 40': '"max_new_tokens": 4'}
+    short |= {"rows[240:280]": "rows[240:244]"}
     output = run_block(tmp_path, "train(", short, blocks)
     assert "accuracy/sampled" in output
     assert (tmp_path / "my-model/config.json").is_file()

@@ -21,8 +21,8 @@ from robotics.policies.base.action_policy import open_policy
 
 PROJECT = Path(__file__).resolve().parents[1]
 PICKLES = {"mmrl/training/ray_rollers.py", "mmrl/training/rollout_worker.py", "mmrl/workers/given.py"}
-"""Ray itself unpickles whatever its cluster sends; docs/scale.md says so. A worker unpickles functions and classes of the
-user's own program, which its parent sends through their pipe; nothing of it is on a disk, and nothing comes back so."""
+"""Ray itself unpickles whatever its cluster sends; docs/scale.md says so. A worker unpickles functions and classes of
+the user's own program, which its parent sends through their pipe; nothing of it is on a disk, nothing comes back so."""
 FILES = [path for room in ("mmrl", "diffusion", "robotics") for path in (PROJECT / room).rglob("*.py")]
 
 

@@ -234,11 +234,11 @@ def take_rows(inputs: Inputs, data: Any, eval_data: Any) -> None:
             raise UserError(f"'{inputs.entry.name}' has no data; leave data out")
         _take_set(inputs, sets[""], _section(inputs.entry, key), key, "train")
     if eval_data is not None:
-        held_out = typing.get_args(_section(inputs.entry, "eval_data"))
-        if len(held_out) != 2:
+        kinds = typing.get_args(_section(inputs.entry, "eval_data"))
+        if len(kinds) != 2:
             raise UserError(f"'{inputs.entry.name}' has no held-out data; leave eval_data out")
         for name, rows in splits_of(eval_data, "eval_data").items():
-            _take_set(inputs, rows, held_out[1], f"eval_data.{name or HELD_OUT}", name or HELD_OUT)
+            _take_set(inputs, rows, kinds[1], f"eval_data.{name or HELD_OUT}", name or HELD_OUT)
     _keep_apart(inputs)
 
 
