@@ -6,6 +6,8 @@ import nbformat
 import pytest
 
 from mmrl import Run
+from mmrl.errors import UserError
+from mmrl.hub.packaged import resolve_packaged
 
 nbclient = pytest.importorskip("nbclient")
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -52,11 +54,10 @@ def test_own_arm(tmp_path):
 
 @pytest.mark.slow
 def test_real_model(tmp_path):
-    from mmrl.hub.packaged import PACKAGED, resolve_packaged
-
-    assert "smollm2" in PACKAGED
-    if not Path(resolve_packaged("smollm2")).is_dir():
-        pytest.skip("`mmrl setup smollm2` has not been run")
+    try:
+        resolve_packaged("smollm2")
+    except UserError as error:  # it says how to set the model up
+        pytest.skip(str(error))
     executed("real_model", tmp_path)
     before, after = ends(Run(tmp_path / "runs/laptop"), "accuracy/sampled")
     assert after > before + 0.3
