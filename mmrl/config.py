@@ -37,10 +37,10 @@ def load_run(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RecipeEnt
 
 
 def run_from_values(values: Mapping[str, Any], where: str) -> tuple[RecipeEntry, Any]:
-    """`load_run` of nested values instead of a file; texts are taken as they are."""
+    """`load_run` of nested values as a file has them; a text that is to be taken as it is has to be `escaped`."""
     from omegaconf import OmegaConf
 
-    return _filled_run(OmegaConf.create(escaped(dict(values))), where)
+    return _filled_run(OmegaConf.create(dict(values)), where)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from typing import Any
 
 from mmrl.api.methods import is_module, is_network, is_pipeline
 from mmrl.api.rows import HELD_OUT, place, splits_of
+from mmrl.config import escaped
 from mmrl.entries import RecipeEntry
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import hints_of
@@ -48,11 +49,13 @@ class Inputs:
     resumes: bool = False
     """Whether the run in it is continued."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Nested values of the configuration."""
+    """Nested values as in a file of the configuration."""
     objects: dict[str, Any] = field(default_factory=dict)
     """Objects by the names under which the configuration has them."""
     models: dict[str, Any] = field(default_factory=dict)
     """Loaded models by the folder of their weights."""
+    owned: tuple[Any, Any] | None = None
+    """The loaded model that is trained, and its processor."""
     modes: list[tuple[Any, bool]] = field(default_factory=list)
     """Loaded modules, and whether they were in training mode."""
 
@@ -68,7 +71,7 @@ class Inputs:
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
                 raise UserError(f"option {key} has a value inside of '{parent}', which has a value itself")
-        section[last] = self._named(value, last)
+        section[last] = escaped(self._named(value, last))
 
     def _named(self, value: Any, kind: str) -> Any:
         """A value in which functions and classes, which options name, are named."""
@@ -86,7 +89,7 @@ class Inputs:
             return spec
         name = str(getattr(value, "__name__", "") or type(value).__name__)
         name = name if name.isidentifier() else kind  # <lambda>
-        taken = [other for other, known in self.objects.items() if known is not value]
+        taken = [given.MODEL, *(other for other, known in self.objects.items() if known is not value)]
         unique, number = name, 2
         while unique in taken:
             unique, number = f"{name}_{number}", number + 1
@@ -137,6 +140,7 @@ def take_model(inputs: Inputs, model: Any) -> None:
             )
         name = given.MODEL
         inputs.objects[name] = lambda: model
+        inputs.owned = (model, None)
         inputs.set("model.kind", f"{GIVEN}:{name}")
         inputs.modes.append((model, model.training))
         # a plain module chooses one action at a time and only samples, unless it says otherwise
@@ -166,6 +170,7 @@ def _take_network(inputs: Inputs, network: Any, processor: Any = None) -> None:
         network.load_state_dict(type(network).from_pretrained(str(folder), dtype=network.dtype).state_dict())
 
     _take_saved(inputs, network, save, restore, [network])
+    inputs.owned = (network, processor)
     dtype = str(network.dtype).removeprefix("torch.")
     inputs.set("model.dtype", dtype)
 
@@ -179,6 +184,7 @@ def _take_pipeline(inputs: Inputs, pipeline: Any) -> None:
             part.load_state_dict(saved.state_dict())
 
     _take_saved(inputs, pipeline, lambda folder: pipeline.save_pretrained(str(folder)), restore, parts.values())
+    inputs.owned = (pipeline, None)
 
 
 def _processor_of(network: Any) -> Any:
@@ -305,7 +311,7 @@ def take_rewards(inputs: Inputs, reward: Any) -> None:
         terms.append({**{key: value for key, value in term.items() if value is not None}, "name": unique})
         if weight is not None:
             terms[-1]["weight"] = float(weight)
-    inputs.values["rewards"] = terms
+    inputs.values["rewards"] = escaped(terms)
 
 
 def _terms(reward: Any) -> Iterator[tuple[str, Any, float | None]]:

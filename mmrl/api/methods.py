@@ -74,8 +74,11 @@ def _domain_of_model(model: Any) -> str:
 def _domain_of_folder(path: str) -> str:
     folder = expanded(path)
     if (folder / "config.yaml").is_file():  # of a run
-        recipe = read_yaml(folder / "config.yaml").get("recipe")
-        target = find_recipe(str(recipe), where=str(folder)).target
+        # looked up, not loaded: a run of somebody else may name a recipe of its own
+        known = all_recipes().get(str(read_yaml(folder / "config.yaml").get("recipe")))
+        if known is None:
+            return ""
+        target = known.target
         found = [domain for package, domain in PACKAGES.items() if target.startswith(f"{package}.")]
         return found[0] if found else "agents"
     if (folder / "model_index.json").is_file():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -85,17 +86,20 @@ class Run:
         """The configuration: `mmrl train` repeats the run with it, if it names no objects of a program."""
         return self.folder / "config.yaml"
 
-    @cached_property
-    def opened(self) -> tuple[Any, Any]:
-        """Row of the recipe, and the configuration."""
-        from mmrl.config import load_run
+    @contextmanager
+    def opened(self) -> Iterator[tuple[Any, Any]]:
+        """Row of the recipe and the configuration; code that a run of somebody else names is refused (`mmrl.trust`)."""
+        from mmrl.config import as_override, escaped, foreign_run
 
-        return load_run(self.config_path, [f"output_dir={self.folder}"])
+        folder = as_override("output_dir", escaped(str(self.folder)))
+        with foreign_run(self.config_path, [folder]) as found, given.having(self.objects):
+            yield found
 
     @property
     def config(self) -> Any:
         """The configuration, a dataclass of the recipe."""
-        return self.opened[1]
+        with self.opened() as (_, config):
+            return config
 
     @property
     def result(self) -> dict[str, Any]:
@@ -150,8 +154,7 @@ class Run:
         """Write the model of the best, else newest checkpoint as one ordinary folder; returns how to load it."""
         from mmrl.report.export import export_run
 
-        entry, config = self.opened
-        with given.having(self.objects):
+        with self.opened() as (entry, config):
             return export_run(entry, config, self.folder, Path(folder), step)
 
     @cached_property
@@ -159,21 +162,21 @@ class Run:
         """Policy of the best, else newest checkpoint."""
         from mmrl.runs.export import chosen_checkpoint
 
-        entry, config = self.opened
         folder = chosen_checkpoint(self.folder) / "model"
-        if entry.target.startswith("robotics."):
-            from robotics import open_policy
+        with self.opened() as (entry, config):
+            if entry.target.startswith("robotics."):
+                from robotics import open_policy
 
-            return open_policy(folder), None
-        model = dataclasses.replace(config.model, path=str(folder), build=None)
-        if entry.target.startswith("diffusion."):
-            from diffusion import load_policy as load_pipeline_policy
+                return open_policy(folder), None
+            model = dataclasses.replace(config.model, path=str(folder), build=None)
+            if entry.target.startswith("diffusion."):
+                from diffusion import load_policy as load_pipeline_policy
 
-            return load_pipeline_policy(model).pipeline, None
-        from mmrl.vlm.engine.vlm_policy import load_policy
+                return load_pipeline_policy(model).pipeline, None
+            from mmrl.vlm.engine.vlm_policy import load_policy
 
-        policy = load_policy(model)
-        return policy.model, policy.processor
+            policy = load_policy(model)
+            return policy.model, policy.processor
 
     @property
     def model(self) -> Any:
@@ -181,16 +184,12 @@ class Run:
 
         A model of transformers, a pipeline of diffusers, or a robot policy.
         """
-        if self._owned is not None:
-            return self._owned[0] if isinstance(self._owned, tuple) else self._owned
-        return self._loaded[0]
+        return (self._owned or self._loaded)[0]
 
     @property
     def processor(self) -> Any:
         """Processor or tokenizer of a model of transformers; None for others."""
-        if isinstance(self._owned, tuple) and len(self._owned) > 1:
-            return self._owned[1]
-        found = self._loaded[1]
+        found = (self._owned or self._loaded)[1]
         # the suite's own wrapper of a language model's tokenizer
         return getattr(found, "tokenizer", found) if type(found).__module__.startswith("mmrl.") else found
 

@@ -16,6 +16,7 @@ from typing import Any
 from mmrl.api.inputs import Inputs, absolute, take_env, take_model, take_rewards, take_rows, take_settings
 from mmrl.api.methods import domain_of, resolve
 from mmrl.api.result import Run, Table, evaluation_rows
+from mmrl.entries import RecipeEntry
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
 from mmrl.runs.folder import has_begun
@@ -93,7 +94,7 @@ def train(
     _compare_objects(folder, objects, resume)
     with _undisturbed(inputs), given.having(inputs.objects, inputs.models):
         train_recipe(inputs.entry, config, resume=resume)
-    return Run(folder, inputs.objects, model if inputs.modes else None)
+    return Run(folder, inputs.objects, inputs.owned)
 
 
 DEFAULT = {"language": "vlm", "agents": "agent", "images": "flow_grpo", "robots": "robot_grpo"}
@@ -133,19 +134,22 @@ def evaluate(
         UserError: an argument is wrong, or what the evaluation needs is missing.
         RunError: the evaluation failed.
     """
+    _show_log()
+    if isinstance(model, Run):
+        with model.opened() as (entry, settled):
+            inputs = _inputs_of(model, entry, settled, data, reward, env, output_dir, options, settings)
+            return _measured(inputs, model.folder)
+    name = method or DEFAULT[domain_of(model, env)]
+    folder = absolute(output_dir) if output_dir is not None else _numbered("evaluate")
+    return _measured(_inputs(name, folder, False, model, data, data, reward, env, None, options, settings), None)
+
+
+def _measured(inputs: Inputs, run_dir: Path | None) -> Table:
     from mmrl.training.run import evaluate as evaluate_recipe
 
-    _show_log()
-    run = model if isinstance(model, Run) else None
-    if run is not None:
-        inputs = _inputs_of(run, data, reward, env, output_dir, options, settings)
-    else:
-        name = method or DEFAULT[domain_of(model, env)]
-        folder = absolute(output_dir) if output_dir is not None else _numbered("evaluate")
-        inputs = _inputs(name, folder, False, model, data, data, reward, env, None, options, settings)
     config = _filled(inputs)
     with _undisturbed(inputs), given.having(inputs.objects, inputs.models):
-        found = evaluate_recipe(inputs.entry, config, None if run is None else run.folder)
+        found = evaluate_recipe(inputs.entry, config, run_dir)
     return evaluation_rows([{"split": split, **values} for split, values in _by_split(found).items()])
 
 
@@ -158,14 +162,22 @@ def _by_split(found: Mapping[str, float]) -> dict[str, dict[str, float]]:
 
 
 def _inputs_of(
-    run: Run, data: Any, reward: Any, env: Any, output_dir: Any, options: Mapping[str, Any] | None, settings: Any
+    run: Run,
+    entry: RecipeEntry,
+    config: Any,
+    data: Any,
+    reward: Any,
+    env: Any,
+    output_dir: Any,
+    options: Mapping[str, Any] | None,
+    settings: Mapping[str, Any],
 ) -> Inputs:
     """The configuration of a run with other held-out rows, rewards or options."""
     from mmrl.config import to_container
 
-    entry, config = run.opened
     inputs = Inputs(entry, absolute(output_dir) if output_dir is not None else run.folder)
-    inputs.values = {**to_container(config), "output_dir": str(inputs.folder)}
+    inputs.values = to_container(config)
+    inputs.set("output_dir", str(inputs.folder))
     inputs.objects.update(run.objects)
     if data is not None:
         inputs.values["eval_data"] = {}
@@ -194,7 +206,8 @@ def _inputs(
     entry, objective = resolve(method, model, env)
     _show_log()
     inputs = Inputs(entry, folder, resume)
-    inputs.values = {"recipe": entry.name, "output_dir": str(folder)}
+    inputs.set("recipe", entry.name)
+    inputs.set("output_dir", str(folder))
     if objective:
         inputs.set("objective.preset", objective)
     take_model(inputs, model)

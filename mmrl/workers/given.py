@@ -18,7 +18,7 @@ from mmrl.workers.loading import GIVEN, GIVEN_ELSEWHERE, LoadError
 _OBJECTS: dict[str, Any] = {}
 _PICKLED: dict[str, bytes] = {}
 MODEL = "model"
-"""Beginning of the names of objects that hold a model, which workers of rewards and environments do not get."""
+"""Name of an object that holds a model, which workers of rewards and environments do not get."""
 _MODELS: dict[str, Any] = {}
 """Loaded models by the folder that holds their weights at the start of the run."""
 
@@ -70,7 +70,7 @@ def _unpickled(name: str, what: str) -> Any:
 
 def portable(*, weights: bool = False) -> dict[str, bytes]:
     """The objects that can be sent to a worker process, pickled; those that hold a model only with `weights`."""
-    found = [name for name in _OBJECTS if weights or not name.startswith(MODEL)]
+    found = [name for name in _OBJECTS if weights or name != MODEL]
     return {name: _PICKLED[name] for name in found if unportable(name) is None}
 
 

@@ -107,6 +107,19 @@ def test_functions_of_every_kind_reach_the_workers(folder, tmp_path):
     assert "bonus for _ in completions" in objects["closure"]["source"]
 
 
+def test_texts_are_taken_as_they_are_and_no_name_hides_a_function(folder, tmp_path):
+    def model_judge(completions, note, **columns):
+        return [float(text == "${note}") for text in note]
+
+    rows = [{**row, "note": "${note}"} for row in ROWS]
+    options = {"data.format_prompt": "{{ content }} ${note}"}
+    call = functools.partial(train, "grpo", model=folder, data=rows, eval_data=rows[:2], options=options)
+    run = call(reward=model_judge, output_dir=tmp_path / "a ${b}", **SMALL | {"steps": 1})
+    assert run.metrics[0]["reward/mean"] == 1.0
+    assert "${note}" in run.samples()[0]["prompt"]
+    assert evaluate(run)[0]["n"] == 2
+
+
 def test_a_function_that_cannot_be_sent_runs_here(folder, tmp_path, caplog):
     with (tmp_path / "file").open("w") as held:
 
@@ -313,6 +326,11 @@ def test_a_model_and_a_run_are_evaluated_as_in_training(folder, tmp_path):
     assert [(row["metric"], row["value"]) for row in again] == [(row["metric"], row["value"]) for row in after]
     fewer = evaluate(run, {"few": ROWS[:3]}, output_dir=tmp_path / "few")
     assert {(row["split"], row["n"]) for row in fewer} == {("few", 3)}
+    (tmp_path / "foreign").mkdir()
+    text = run.config_path.read_text().replace("given:score", "elsewhere:score")
+    (tmp_path / "foreign/config.yaml").write_text(text)
+    with pytest.raises(UserError, match="names code that would run here"):
+        evaluate(Run(tmp_path / "foreign"))
     reopened = Run(run.folder)
     with pytest.raises(UserError, match="an object of the Python program"):
         evaluate(reopened)
