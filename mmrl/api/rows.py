@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.files import write_atomically
+from mmrl.files import replaced, write_atomically
 
 HELD_OUT = "heldout"
 """Name of held-out rows that are given without one."""
@@ -138,10 +138,8 @@ def _stored(content: bytes, where: str, folder: Path) -> str:
         raise UserError(f"{where} has bytes that are no PNG, JPEG, GIF or WebP image")
     file = folder / "images" / f"{_digest(content)}.{kind}"
     if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(".partial")
-        partial.write_bytes(content)
-        partial.replace(file)
+        with replaced(file) as draft:
+            draft.write_bytes(content)
     return str(file.relative_to(folder))
 
 
