@@ -149,7 +149,7 @@ def table(rows: Sequence[Row]) -> str:
     ]
     for row in summary(rows):
         numbers = (f"{row[name]:.{digits}f}" for name, digits in COLUMNS)
-        lines.append(f"| {row['backend']} | {row['size_px']} | {100 * row['noise']:g} % | {' | '.join(numbers)} |")
+        lines.append(f"| {row['backend']} | {row['size_px']} | {100 * row['noise']:g}% | {' | '.join(numbers)} |")
     return "\n".join(lines) + "\n"
 
 
@@ -205,7 +205,7 @@ def draw(rows: Sequence[Row], file: Path) -> None:
                 )
                 if values:
                     axis.plot([x - 0.1, x + 0.1], [np.median(values)] * 2, color="black", linewidth=2)
-        axis.set_xticks(range(len(groups)), [f"{size} px\n{100 * noise:g} % noise" for size, noise in groups])
+        axis.set_xticks(range(len(groups)), [f"{size} px\n{100 * noise:g}% noise" for size, noise in groups])
         axis.set_title(title)
         if name != "iou":
             axis.set_yscale("log")

@@ -150,7 +150,7 @@ def _step(bench: Bench) -> dict[str, Any]:
         "memory is the peak above the loaded weights",
     ]
     if bench.options.device == "cpu":
-        notes.append("on a CPU trl projects every position to the vocabulary, about 9 % of its forward operations")
+        notes.append("on a CPU trl projects every position to the vocabulary, about 9% of its forward operations")
     return comparison(runs, ratios=ratios, notes=notes)
 
 

@@ -110,7 +110,7 @@ def flow_grpo_fast() -> FlowGrpoConfig:
 
 
 def dance_grpo() -> FlowGrpoConfig:
-    """DanceGRPO: constant noise eta (`dance_sde`), training on a random 60 % of each image's denoising steps.
+    """DanceGRPO: constant noise eta (`dance_sde`), training on a random 60% of each image's denoising steps.
 
     All images of a prompt start from the same noise. Group advantages divided by the group's own standard deviation,
     clip 1e-4, no KL, no filter; 16 steps, eta 0.3, learning rate 1e-5 for full fine-tuning and groups of 12, as in the

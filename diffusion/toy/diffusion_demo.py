@@ -61,7 +61,7 @@ def _table(pretrain: Path, awm: Path) -> list[str]:
         ("before AWM", read_result(awm)["first_evaluation"][SPLIT]),
         ("after AWM", read_result(awm)["last_evaluation"][SPLIT]),
     ]
-    lines = [f"mean reward of images of {int(rows[0][1]['n'])} prompts (95 % interval), from the same seeds"]
+    lines = [f"mean reward of images of {int(rows[0][1]['n'])} prompts (95% interval), from the same seeds"]
     return lines + [
         f"  {name:<11} optimised {_cell(row, OPTIMISED)}   held out {_cell(row, HELD_OUT)}" for name, row in rows
     ]

@@ -46,7 +46,7 @@ class FindingConfig:
     difference: float = MISSING
     """Mean difference over paired seeds."""
     low: float = MISSING
-    """Lower end of its 95 % interval."""
+    """Lower end of its 95% interval."""
     high: float = MISSING
     """Upper end."""
     verdict: str = choice("not here", VERDICTS)
@@ -76,7 +76,7 @@ class FindingConfig:
         return f"{signed(self.low, self.unit)} to {signed(self.high, self.unit)}"
 
     def expected(self, n: int, fresh: int) -> tuple[float, float]:
-        """Range that contains the mean over fresh seeds with 95 % probability, given n stored ones.
+        """Range that contains the mean over fresh seeds with 95% probability, given n stored ones.
 
         The half-width of the stored interval grows by sqrt(1 + n / fresh): the interval for the mean of further draws
         from the same normal distribution.

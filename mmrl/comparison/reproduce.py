@@ -2,7 +2,7 @@
 
 Only the arms of the findings run, at the values that the sweep had chosen; where these are not stored, the sweep comes
 first. The mean of k fresh seeds agrees with n stored ones if it is within their interval, widened by sqrt(1 + n / k):
-where it falls with 95 % probability if both come from the same distribution.
+where it falls with 95% probability if both come from the same distribution.
 """
 
 from __future__ import annotations

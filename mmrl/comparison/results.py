@@ -17,7 +17,7 @@ from mmrl.comparison.experiment import BASELINE_FINAL
 
 @dataclass
 class SeedValues:
-    """A metric of one arm by seed, with its mean and 95 % interval."""
+    """A metric of one arm by seed, with its mean and 95% interval."""
 
     values: dict[int, float | None]
     mean: float | None = None
@@ -41,7 +41,7 @@ class ArmResult(SeedValues):
 
 @dataclass
 class Difference:
-    """Arm minus baseline, paired seed by seed, with a 95 % interval."""
+    """Arm minus baseline, paired seed by seed, with a 95% interval."""
 
     per_seed: dict[int, float]
     missing_seeds: list[int]
@@ -247,7 +247,7 @@ def _difference_lines(differences: Mapping[str, Difference], baseline: str) -> I
     for arm, found in differences.items():
         pair = f"{arm} - {baseline}"
         if found.n:
-            interval = "" if found.n < 2 else f", 95 % [{found.low:+.4f}, {found.high:+.4f}]"
+            interval = "" if found.n < 2 else f", 95% [{found.low:+.4f}, {found.high:+.4f}]"
             verdict = f": {found.verdict}" if found.verdict else ""
             yield f"{pair}: {found.mean:+.4f}{interval}, {found.wins} wins in {found.n} pairs{verdict}"
         if found.missing_seeds:
@@ -258,7 +258,7 @@ def _work_lines(work: WorkResult, baseline: str) -> Iterator[str]:
     """Table of how many times less than the baseline each arm needs, one row a cost and arm."""
     whole = f", {baseline}'s being that of its whole run" if work.baseline_spends == "all" else ""
     yield f"cost to reach {work.metric} = {_target_text(work, baseline)}{whole}, geometric mean of the ratios:"
-    rows = [("cost", "arm", f"{baseline} / arm", "95 %", "reached by arm", f"by {baseline}")]
+    rows = [("cost", "arm", f"{baseline} / arm", "95%", "reached by arm", f"by {baseline}")]
     rows += [
         (
             cost,
@@ -285,7 +285,7 @@ def _target_text(work: WorkResult, baseline: str) -> str:
     if work.target != BASELINE_FINAL:
         return f"{work.target:g}"
     last = "final value" if work.baseline_last == 1 else f"mean of the last {work.baseline_last} evaluations"
-    share = "" if work.baseline_share == 1 else f"{100 * work.baseline_share:g} % of "
+    share = "" if work.baseline_share == 1 else f"{100 * work.baseline_share:g}% of "
     return f"{share}{baseline}'s {last} at each seed"
 
 

@@ -73,7 +73,7 @@ class AdaptiveKL:
 
     def update(self, divergence: float, samples: int) -> float:
         """Move the coefficient after a step of so many samples with a measured divergence in nats, and return it."""
-        # limited to 20 % a step of the horizon, as in verl, so that one odd step cannot throw the coefficient
+        # limited to 20% a step of the horizon, as in verl, so that one odd step cannot throw the coefficient
         error = min(max(divergence / self.target - 1.0, -0.2), 0.2)
         self.coefficient *= 1.0 + error * samples / self.horizon
         return self.coefficient

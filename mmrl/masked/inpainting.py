@@ -92,7 +92,7 @@ class Inpainting(Replacing):
             return ""
         return (
             f"where no sample is right: up to {settings.replacements} right answers filled in around "
-            f"{100 * settings.low:g} to {100 * settings.high:g} % of the worked answer's chunks replace samples"
+            f"{100 * settings.low:g} to {100 * settings.high:g}% of the worked answer's chunks replace samples"
         )
 
     def _inpainted(self, policy: MaskedPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams) -> Rollouts:

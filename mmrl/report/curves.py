@@ -238,7 +238,7 @@ def _alternative(title: str, series: Mapping[str, Sequence[Sequence[float]]], un
 
 
 def _spoken(value: float, unit: str) -> str:
-    return f"{100 * value:.3g} %" if unit == "%" else f"{value:.4g} {unit}".strip()
+    return f"{100 * value:.3g}%" if unit == "%" else f"{value:.4g} {unit}".strip()
 
 
 def _values(chart: Chart, series: Mapping[str, Sequence[Sequence[float]]], unit: str, axis: str) -> str:

@@ -169,7 +169,7 @@ def _results(run: RunFolder, exported: Exported) -> list[str]:
     several = any(row[2] for row in rows)
     heading = ["held-out tasks", "measure", *(["before", "after", "change"] if several else ["value"]), "n"]
     shown = [[*row[:2], *(row[2:5] if several else row[3:4]), row[5]] for row in rows]
-    said = "Brackets are 95 % intervals over the tasks."
+    said = "Brackets are 95% intervals over the tasks."
     decoding = exported.facts.get("decoding", "")
     return ["## Results", "", *table(heading, shown), " ".join(filter(None, [said, decoding])), ""]
 

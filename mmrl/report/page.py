@@ -221,11 +221,11 @@ def _bare(value: str) -> str:
 
 
 def _spread(interval: str) -> str:
-    return f"(95 % interval {interval.strip('[]').replace(', ', ' to ')})" if interval else ""
+    return f"(95% interval {interval.strip('[]').replace(', ', ' to ')})" if interval else ""
 
 
 def _change(interval: str) -> str:
-    return f", 95 % interval {interval.strip('[]').replace(', ', ' to ')}" if interval else ""
+    return f", 95% interval {interval.strip('[]').replace(', ', ' to ')}" if interval else ""
 
 
 def write_report(
@@ -327,7 +327,7 @@ def _hacking_notice(run: RunFolder, split: str) -> str | None:
     if not risen or not (fallen or narrow):
         return None
     losses = [f"the held-out reward {_move(first, last, name)}" for name in fallen]
-    losses += [f"diversity fell by {100 * (1 - spread / before):.0f} %"] if narrow else []
+    losses += [f"diversity fell by {100 * (1 - spread / before):.0f}%"] if narrow else []
     gains = " and ".join(_move(first, last, name) for name in risen)
     return (
         f"Possible reward hacking on {split}: the optimised {gains}, while {' and '.join(losses)}. Look at the images."

@@ -115,7 +115,7 @@ def stage_shares(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     if total <= 0:
         return {}
     seconds["other"] = total - sum(seconds.values())
-    # smaller shares would be shown as 0.0 %
+    # smaller shares would be shown as 0.0%
     shares = {stage: value / total for stage, value in seconds.items() if value / total >= 0.0005}
     return dict(sorted(shares.items(), key=lambda item: -item[1]))
 
@@ -135,7 +135,7 @@ def _rewards(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) ->
     ]
     flat = _finite(metrics, "reward/zero_variance_groups")[1]
     if flat:
-        share = f"{100 * float(np.mean(flat)):.1f} %"
+        share = f"{100 * float(np.mean(flat)):.1f}%"
         rows.append(("groups with equal rewards", share, "mean over steps; their group-relative advantages are 0"))
     return rows
 
@@ -168,7 +168,7 @@ def _speed(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> l
     tokens = _finite(metrics, "tokens/total")[1]
     if tokens:
         rows.append(("decisions per second", f"{tokens[-1] / seconds:,.0f}", "without evaluation and checkpoints"))
-    shares = [f"{stage} {100 * share:.1f} %" for stage, share in stage_shares(metrics).items()]
+    shares = [f"{stage} {100 * share:.1f}%" for stage, share in stage_shares(metrics).items()]
     if shares:
         rows.append(("time by stage", shares[0], ", ".join(shares[1:])))
     return rows
@@ -251,7 +251,7 @@ def part_lines(folders: Sequence[Path], metric: str = "") -> list[str]:
     """Accuracy or success by data column, as in the report; by default its first protocol."""
     lines = []
     for table in part_tables([read_run(folder) for folder in folders], metric):
-        rows = [("", "tasks", *(column["label"] for column in table["columns"]), "change, 95 % interval")]
+        rows = [("", "tasks", *(column["label"] for column in table["columns"]), "change, 95% interval")]
         for group in table["groups"]:
             rows += [(group["heading"],)] if group["heading"] else []
             indent = "  " if group["heading"] else ""

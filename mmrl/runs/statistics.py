@@ -253,7 +253,7 @@ def mean_or_nan(values: Sequence[float]) -> float:
 
 
 def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.Generator | None) -> dict[str, float]:
-    """The mean of some scores and its 95 % interval, in which a task or initial state counts once however often it ran.
+    """The mean of some scores and its 95% interval, in which a task or initial state counts once however often it ran.
 
     Args:
         name: of the metric.

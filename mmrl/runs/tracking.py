@@ -502,7 +502,7 @@ def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> 
     whole, _, last = name.rpartition("/")
     # an interval's end is described by its metric
     if last in ENDS and describe_metric(whole, table) is not None:
-        return f"{ENDS[last]} end of the 95 % interval of {whole}."
+        return f"{ENDS[last]} end of the 95% interval of {whole}."
     fitting = [pattern for pattern in table if _expression(pattern).fullmatch(name)]
     if fitting:
         # the most specific pattern that fits

@@ -82,7 +82,7 @@ class RunSaver:
         """Whether the time since the last checkpoint asks for one, the same on every process."""
         seconds = 60 * self.config.checkpoint.minutes
         waited = time.monotonic() - self._waits_since
-        # a checkpoint that takes longer than 5 % of the interval makes the interval longer
+        # a checkpoint that takes longer than 5% of the interval makes the interval longer
         soon = not seconds or waited < max(seconds, self._write_s / LARGEST_SHARE)
         # the first process decides, since clocks of machines differ
         return not all_ranks(soon or not self.accelerator.is_main_process, self.accelerator)

@@ -1,8 +1,8 @@
 """Statistics of features: of one episode, of many episodes together, and quantiles of the whole.
 
-Each feature has min, max, mean, population standard deviation, count and the 1, 10, 50, 90 and 99 % quantiles. The
+Each feature has min, max, mean, population standard deviation, count and the 1, 10, 50, 90 and 99% quantiles. The
 quantiles of an episode are exact. Episodes are aggregated as in lerobot, by averaging their quantiles. This is not the
-quantile over all frames (if episodes differ, the 1 % quantile is too high), so `EpisodeWriter` recomputes all features
+quantile over all frames (if episodes differ, the 1% quantile is too high), so `EpisodeWriter` recomputes all features
 except images from all frames when it finishes.
 
 Source: huggingface/lerobot 0.6.1, src/lerobot/datasets/compute_stats.py.

@@ -152,8 +152,8 @@ class Demonstrations:
         if still:
             first = still[0]
             LOGGER.warning(
-                "entries %s of the actions stay within a fiftieth of their range in 98 %% of the frames (entry %d is "
-                "in %g to %g, its 1 and 99 %% quantiles are %g and %g); scale bounds_q99 clips what they do in the "
+                "entries %s of the actions stay within a fiftieth of their range in 98%% of the frames (entry %d is "
+                "in %g to %g, its 1 and 99%% quantiles are %g and %g); scale bounds_q99 clips what they do in the "
                 "others; demonstrations.unscaled leaves them as they are",
                 still,
                 first,

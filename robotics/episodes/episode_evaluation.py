@@ -315,7 +315,7 @@ def success_table(
     """Successes of each kind of episode and overall, with the intervals of the metrics and how the failures ended."""
     kinds = list(dict.fromkeys(map(kind_of, rows)))
     width = max(map(len, [*kinds, total]))
-    lines = [f"{'task':<{width}}  success  95 % interval    failures"]
+    lines = [f"{'task':<{width}}  success  95% interval    failures"]
     for kind in [*kinds, None]:
         own = [row for row in rows if kind in (None, kind_of(row))]
         finished = [row for row in own if not row["failed"]]

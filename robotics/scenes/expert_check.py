@@ -136,7 +136,7 @@ def summary_lines(rows: Sequence[tuple[str, int, int, int]]) -> list[str]:
     low, high = wilson_interval(done, count)
     return [
         f"all episodes: {done} of {count} solved, {done / max(count, 1):.3f} [{low:.3f}, {high:.3f}]",
-        f"tasks solved always: {always} of {len(rows)}; in at least {100 * MOSTLY:.0f} % of the episodes: {mostly}",
+        f"tasks solved always: {always} of {len(rows)}; in at least {100 * MOSTLY:.0f}% of the episodes: {mostly}",
     ]
 
 

@@ -311,7 +311,7 @@ class AnswerCounts:
         return self.refused[kind] == 1
 
     def summary(self) -> str:
-        """One line, such as `12 answers, 1 refused; policy median 4.1, 95 % 5.0, largest 6.2 ms; with waiting ...`."""
+        """One line, such as `12 answers, 1 refused; policy median 4.1, 95% 5.0, largest 6.2 ms; with waiting ...`."""
         text = f"{self.answers} answers"
         if self.refused:
             text += f", {self.refused.total()} refused"
@@ -323,7 +323,7 @@ class AnswerCounts:
 
 def _quantiles(values: deque[float]) -> str:
     middle, high, largest = np.quantile(values, [0.5, 0.95, 1.0])
-    return f"median {middle:.1f}, 95 % {high:.1f}, largest {largest:.1f} ms"
+    return f"median {middle:.1f}, 95% {high:.1f}, largest {largest:.1f} ms"
 
 
 class _Lines:

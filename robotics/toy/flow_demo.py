@@ -53,7 +53,7 @@ def _flow_lines(found: dict[str, Any]) -> list[str]:
 
 def _success_lines(found: dict[str, float], split: str, episodes: FlowEpisodesConfig) -> list[str]:
     arms = " and ".join(episodes.arms)
-    lines = [f"success of the {arms}, which no clip shows (95 % interval)"]
+    lines = [f"success of the {arms}, which no clip shows (95% interval)"]
     planned = list_episodes(episodes)
     for family, words in FAMILIES.items():
         count = sum(episode.family == family for episode in planned)

@@ -43,7 +43,7 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
 
 def _table(ppo: Path) -> list[str]:
     result = read_result(ppo)
-    lines = [f"success on {int(result['first_evaluation'][SPLIT]['n'])} held-out initial states (95 % interval)"]
+    lines = [f"success on {int(result['first_evaluation'][SPLIT]['n'])} held-out initial states (95% interval)"]
     for name, when in (("after cloning", "first_evaluation"), ("after PPO", "last_evaluation")):
         row = result[when][SPLIT]
         lines += [

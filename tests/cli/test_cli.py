@@ -401,8 +401,8 @@ def test_evaluate_reads_the_run_folder(toy_config, monkeypatch, capsys):
     lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
     assert [[cell.strip() for cell in line if cell.strip()] for line in lines] == [
         ["test", "greedy", "sampled"],
-        ["all tasks", "50.0 % [45.1, 54.9]", "25.0 %"],
-        ["form=a/b", "100.0 %", "–"],
+        ["all tasks", "50.0% [45.1, 54.9]", "25.0%"],
+        ["form=a/b", "100.0%", "–"],
     ]
     assert main(["evaluate", str(run_dir), "--all", "--allow", "toy_recipe:ToyRecipe:ToyConfig"]) == 0
     assert "test/n                         400\n" in capsys.readouterr().out

@@ -45,7 +45,7 @@ EXPERIMENT = {
 }
 # per 100 samples: rows without gradient, rows with gradient, seconds
 SPENT = {"flow": (1000.0, 400.0, 20.0), "awm": (1000.0, 100.0, 10.0), "third": (1000.0, 400.0, 20.0)}
-# seed 1: the target is 0.4; flow meets it at 200 samples, awm 80 % of the way to 100.
+# seed 1: the target is 0.4; flow meets it at 200 samples, awm 80% of the way to 100.
 # seed 2: the target is 0.3; flow passes it at 60 samples before it falls back, awm meets it at 200.
 FLOW = {1: [0.0, 0.2, 0.4], 2: [0.0, 0.5, 0.3]}
 AWM = {1: [0.0, 0.5, 0.6], 2: [0.0, 0.1, 0.3]}
@@ -192,7 +192,7 @@ def test_the_target_can_be_a_share_of_the_final_value(lab):
     summary = lab.summary({"flow": FLOW, "awm": AWM}, work=work)
     assert summary["work"]["targets"] == pytest.approx({1: 0.3, 2: 0.225})
     assert summary["work"]["costs"]["images"]["arms"]["awm"]["needed"][1] == pytest.approx(60.0)
-    assert any("75 % of flow's final value" in line for line in lab.report())
+    assert any("75% of flow's final value" in line for line in lab.report())
 
 
 def test_the_baseline_can_be_charged_for_its_whole_run(lab):

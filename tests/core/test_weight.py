@@ -105,7 +105,7 @@ def test_what_is_missing_is_named():
 
 def test_the_formula_has_the_weight():
     text = get("dapo").replace(weight=TopEntropy(0.2)).describe()
-    assert "u_it = 1 where the entropy is among the highest 20 % of the step" in text
+    assert "u_it = 1 where the entropy is among the highest 20% of the step" in text
     assert "mean u_it max(-A_it r_it" in text
 
 

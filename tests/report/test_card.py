@@ -41,8 +41,8 @@ def test_numbers_are_those_of_the_exported_step(run):
     card = card_of(run, 9)
     (result,) = ModelCard(card).data.eval_results
     assert (result.metric_value, result.metric_args["n"], result.dataset_name) == (0.8, 50, "test")
-    assert "| test | greedy | 40.0 % " in card
-    assert "GRPO raised held-out accuracy (greedy) from 40.0 to 80.0 %" in card
+    assert "| test | greedy | 40.0% " in card
+    assert "GRPO raised held-out accuracy (greedy) from 40.0 to 80.0%" in card
     before = ModelCard(card_of(run, 0))
     assert before.data.eval_results[0].metric_value == 0.4
     assert "80.0" not in before.text

@@ -153,7 +153,7 @@ def test_charts_of_accuracy_have_one_scale_and_an_alternative_text_with_values(t
     assert scales[0] == scales[1]
     assert scales[0][0] < 0.25 < 0.875 < scales[0][1]
     texts = [attributes["alt"] for tag, attributes in page.attributes if tag == "img"]
-    assert texts[0] == "Accuracy on test over steps: greedy from 25 % to 50 %"
+    assert texts[0] == "Accuracy on test over steps: greedy from 25% to 50%"
     values = [json.loads(found["data-values"]) for _, found in page.attributes if "data-values" in found]
     assert values[0] == {
         "box": [0.1, 0.1, 0.8, 0.8],

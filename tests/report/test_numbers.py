@@ -26,11 +26,11 @@ def test_derived_numbers_by_hand():
     assert rows["reward at the start"][0] == "0.1"
     assert rows["reward at the end"] == ("0.3", "last step, +0.2 against the start")
     assert rows["best reward"] == ("0.5", "step 2")
-    assert rows["groups with equal rewards"][0] == "50.0 %"
+    assert rows["groups with equal rewards"][0] == "50.0%"
     assert rows["samples"][0] == "64"
     assert rows["time of all steps"] == ("16.0 s", "4 s a step")
     assert rows["decisions per second"][0] == "25"
-    assert rows["time by stage"] == ("rollout 75.0 %", "update 12.5 %, other 12.5 %")
+    assert rows["time by stage"] == ("rollout 75.0%", "update 12.5%, other 12.5%")
     assert rows["samples no reward could score"][0] == "8"
     assert rows["rows skipped"][0] == "4"
     assert "optimiser steps skipped" not in rows

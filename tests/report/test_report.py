@@ -167,8 +167,8 @@ def test_every_embedded_image_opens(page):
 
 
 def test_headline_shows_both_ends_with_intervals_and_change(page):
-    assert "before training 35.0 % [30.0, 40.0]" in page.text
-    assert "after training 72.0 % [67.0, 77.0] +37.0 [+29.9, +44.1]" in page.text
+    assert "before training 35.0% [30.0, 40.0]" in page.text
+    assert "after training 72.0% [67.0, 77.0] +37.0 [+29.9, +44.1]" in page.text
     assert "greedy change sampled change" in page.text
 
 
@@ -210,14 +210,14 @@ def test_before_and_after_are_side_by_side(page):
 def test_a_chain_starts_the_headline_with_the_first_run(tmp_path):
     sft, run = make_sft(tmp_path / "sft"), make_run(tmp_path / "papo")
     text = Page(write_report(run, chain=[sft]).read_text(encoding="utf-8")).text
-    rows = ["before sft 1.0 %", "after sft 34.0 %", "before papo 35.0 %", "after papo 72.0 %"]
+    rows = ["before sft 1.0%", "after sft 34.0%", "before papo 35.0%", "after papo 72.0%"]
     places = [text.index(row) for row in rows]
     assert places == sorted(places)
     columns = ["before sft (step 0)", "before papo (step 0)", "after papo (step 40)"]
     assert all(column in text for column in columns)
     assert write_report(run, before=sft) == run / "report.html"
     again = Page((run / "report.html").read_text(encoding="utf-8")).text
-    assert "before sft 1.0 %" in again
+    assert "before sft 1.0%" in again
 
 
 def test_supervised_run_has_a_report_without_rewards(tmp_path):
@@ -246,9 +246,9 @@ def test_a_folder_of_evaluations_shows_the_newest_of_each_split(tmp_path):
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     assert "Nothing was trained here" in text
     assert "has not finished" not in text
-    assert "evaluated 50.0 % 0 50" in text
-    assert "evaluated 75.0 % 0 50" in text
-    assert "25.0 %" not in text
+    assert "evaluated 50.0% 0 50" in text
+    assert "evaluated 75.0% 0 50" in text
+    assert "25.0%" not in text
     assert "evaluated (step 0)" in text
     assert "The same held-out tasks in images" in text
 
@@ -313,7 +313,7 @@ def test_gaps_and_missing_intervals_are_drawn(tmp_path):
     for step in (0, 7):
         tracker.evaluation(step, "during", "test", {"accuracy/greedy": 0.5 + step / 100})
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
-    assert "57.0 %" in text
+    assert "57.0%" in text
     assert "+7.0" in text
     assert "nan" not in text.lower()
     assert "Gradient norm" not in text
@@ -325,5 +325,5 @@ def test_later_evaluations_of_a_finished_run_do_not_move_its_headline(tmp_path):
     tracker.evaluation(9, "after", "test", {"accuracy/greedy": 0.6})
     tracker.evaluation(9, "evaluate", "test", {"accuracy/greedy": 0.9})
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
-    assert "60.0 %" in text
-    assert "90.0 %" not in text
+    assert "60.0%" in text
+    assert "90.0%" not in text

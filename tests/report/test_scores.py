@@ -64,9 +64,9 @@ def test_scores_judges_and_diversity_stand_before_and_after_with_changes(tmp_pat
             (0.446, 0.116, 0.9),
             "graded rose from 0.376 to 0.446, while the held-out reward strict fell from 0.167 to 0.116.",
         ),
-        ((0.446, 0.167, 0.51), "graded rose from 0.376 to 0.446, while diversity fell by 50 %."),
-        ((0.38, 0.1, 0.51), "while the held-out reward strict fell from 0.167 to 0.100 and diversity fell by 50 %."),
-        ((0.446, 0.16, 0.75), None),  # within the judge's interval, and 26 % less diversity
+        ((0.446, 0.167, 0.51), "graded rose from 0.376 to 0.446, while diversity fell by 50%."),
+        ((0.38, 0.1, 0.51), "while the held-out reward strict fell from 0.167 to 0.100 and diversity fell by 50%."),
+        ((0.446, 0.16, 0.75), None),  # within the judge's interval, and 26% less diversity
         ((0.37, 0.1, 0.4), None),  # everything fell: not what the reward rewards
     ],
 )

@@ -42,17 +42,17 @@ def test_the_first_sentence_names_change_interval_and_what_became_worse(tmp_path
     said = outcome([run])
     assert said[0] == (
         f"GRPO raised held-out accuracy (greedy) from 40.0 to 80.0 % (+{100 * mean:.1f} points, "
-        f"95 % interval {100 * low:+.1f} to {100 * high:+.1f})."
+        f"95% interval {100 * low:+.1f} to {100 * high:+.1f})."
     )
     assert said[1] == "Worse: hint = right (-50)."
-    assert short_outcome([run]) == "accuracy 40.0 → 80.0 %"
+    assert short_outcome([run]) == "accuracy 40.0 → 80.0%"
 
 
 @pytest.mark.parametrize(
     ("after", "words"),
     [
-        ([1.0] * 20 + [0.0] * 20, "GRPO did not clearly change held-out accuracy (greedy): from 50.0 to 50.0 %"),
-        ([0.0] * 40, "GRPO lowered held-out accuracy (greedy) from 50.0 to 0.0 %"),
+        ([1.0] * 20 + [0.0] * 20, "GRPO did not clearly change held-out accuracy (greedy): from 50.0 to 50.0%"),
+        ([0.0] * 40, "GRPO lowered held-out accuracy (greedy) from 50.0 to 0.0%"),
     ],
 )
 def test_the_verb_is_that_of_the_interval(tmp_path, after, words):
@@ -63,8 +63,8 @@ def test_the_verb_is_that_of_the_interval(tmp_path, after, words):
 @pytest.mark.parametrize(
     ("after", "first", "second"),
     [
-        (0.4, "lowered held-out accuracy (greedy) from 50.0 to 40.0 %", "Better: sampled (+20)."),
-        (0.7, "raised held-out accuracy (greedy) from 50.0 to 70.0 %", "Better as well: sampled (+20)."),
+        (0.4, "lowered held-out accuracy (greedy) from 50.0 to 40.0%", "Better: sampled (+20)."),
+        (0.7, "raised held-out accuracy (greedy) from 50.0 to 70.0%", "Better as well: sampled (+20)."),
     ],
 )
 def test_other_protocols_that_rose_are_named(tmp_path, after, first, second):
@@ -155,7 +155,7 @@ def test_the_contents_list_leads_to_sections_and_the_tab_names_the_run(tmp_path)
     assert "#accuracy" in links
     assert set(links) <= sections
     assert page.tags.count("nav") == 1
-    assert "digits · accuracy 25.0 → 75.0 %" in page.text
+    assert "digits · accuracy 25.0 → 75.0%" in page.text
 
 
 def test_only_the_script_of_the_page_may_run(tmp_path):

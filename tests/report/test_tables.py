@@ -29,16 +29,16 @@ def test_changes_are_those_of_the_same_questions_and_rows_by_column(tmp_path):
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     mean, low, high, *_ = paired_difference([1.0] * 12 + [0.0] * 28, [0.0] * 40)
     paired = f"+{100 * mean:.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
-    assert f"after training 90.0 % [76.9, 96.0] {paired} 9 40" in text
+    assert f"after training 90.0% [76.9, 96.0] {paired} 9 40" in text
     assert "greedy change" in text  # the parts are no protocols of their own
     assert "hint=wrong change" not in text
     assert (
-        f"test, greedy change before training step 0 after training step 9 tasks all {paired} 60.0 % [44.6, 73.7]"
+        f"test, greedy change before training step 0 after training step 9 tasks all {paired} 60.0% [44.6, 73.7]"
         in text
     )
-    rows = "none +0.0 [+0.0, +0.0] 100.0 % [83.9, 100.0] 100.0 % [83.9, 100.0] 20 wrong +60.0 [+36.5, +83.5] 20.0 %"
+    rows = "none +0.0 [+0.0, +0.0] 100.0% [83.9, 100.0] 100.0% [83.9, 100.0] 20 wrong +60.0 [+36.5, +83.5] 20.0%"
     assert f"by hint {rows}" in text
-    assert "other scores reads +0.0 [+0.0, +0.0] 100.0 %" in text
+    assert "other scores reads +0.0 [+0.0, +0.0] 100.0%" in text
 
 
 def test_a_number_has_one_interval_on_the_page(tmp_path):
@@ -50,7 +50,7 @@ def test_a_number_has_one_interval_on_the_page(tmp_path):
         metrics = {"n": 40, "accuracy/sampled": 0.3, "accuracy/sampled/low": 0.175, "accuracy/sampled/high": 0.45}
         Tracker(tmp_path).evaluation(step, "during", "test", metrics)  # by bootstrap, as of sampled answers
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
-    assert text.count("30.0 % [17.5, 45.0]") == text.count("30.0 % [") == 4
+    assert text.count("30.0% [17.5, 45.0]") == text.count("30.0% [") == 4
 
 
 def test_a_mean_of_shares_is_named_and_its_interval_stays_between_0_and_100(tmp_path):
@@ -65,7 +65,7 @@ def test_a_mean_of_shares_is_named_and_its_interval_stays_between_0_and_100(tmp_
         metrics = {"n": 6, "accuracy/agent": 1.0, "accuracy/agent/low": 0.6, "accuracy/agent/high": 1.0}
         Tracker(tmp_path).evaluation(step, "during", "test", metrics)
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
-    assert "87.5 % [55.4, 100.0] 97.9 % [92.6, 100.0] 6" in text
+    assert "87.5% [55.4, 100.0] 97.9% [92.6, 100.0] 6" in text
 
 
 def test_other_questions_have_no_paired_change(tmp_path):
@@ -83,9 +83,9 @@ def test_the_start_of_a_run_that_repeats_the_end_of_the_one_before_is_left_out(t
         for step, value in points:
             log_evaluation(tracker, step, "during", value)
     text = Page(write_report(run, chain=[sft]).read_text(encoding="utf-8")).text
-    assert "after sft 40.0 %" in text
+    assert "after sft 40.0%" in text
     assert "before papo" not in text
-    assert "after papo 60.0 % [55.0, 65.0] +20.0" in text
+    assert "after papo 60.0% [55.0, 65.0] +20.0" in text
 
 
 def test_the_gallery_calls_a_model_what_the_tables_call_it(tmp_path):
@@ -108,7 +108,7 @@ def test_a_run_that_changed_nothing_still_shows_its_end(tmp_path):
         for step, value in points:
             log_evaluation(tracker, step, "during", value)
     text = Page(write_report(run, chain=[sft]).read_text(encoding="utf-8")).text
-    assert "after papo 40.0 % [35.0, 45.0] +0.0" in text
+    assert "after papo 40.0% [35.0, 45.0] +0.0" in text
 
 
 @pytest.mark.parametrize(

@@ -432,7 +432,7 @@ def test_actions_that_are_cut_off_are_warned_of_and_those_far_outside_are_refuse
     acting = ActingSettings(scale=scale)
     with caplog.at_level(logging.WARNING, "mmrl"):
         CloneRecipe(clone(tmp_path, demonstrate(tmp_path / "large", episodes=2, stretch=4.0), acting=acting))
-    assert "actions of -2 to 2, outside -1..1, in 100.0 %" in caplog.text
+    assert "actions of -2 to 2, outside -1..1, in 100.0%" in caplog.text
     far = demonstrate(tmp_path / "far", episodes=2, stretch=8.0)
     with pytest.raises(UserError, match=r"far reach -4 to 4, far outside -1\.\.1.*they are in other units"):
         CloneRecipe(clone(tmp_path, far, acting=acting))

@@ -49,7 +49,7 @@ def written(folder):
 
 def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small, backend, monkeypatch):
     lines = demo.run(tmp_path / "demo")
-    assert lines[0] == "success on 2 held-out initial states (95 % interval)"
+    assert lines[0] == "success on 2 held-out initial states (95% interval)"
     names = ("after cloning", "after cloning", "after PPO", "after PPO")
     for line, name, task in zip(lines[1:5], names, ("all", "reach") * 2, strict=True):
         assert line.split(name)[1].split()[0] == task

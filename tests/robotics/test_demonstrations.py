@@ -219,7 +219,7 @@ def test_an_entry_that_hardly_acts_is_named_before_its_quantiles_delete_it(caplo
     with caplog.at_level("WARNING", "mmrl"):
         found.statistics()
     said = (
-        "entries [1] of the actions stay within a fiftieth of their range in 98 % of the frames (entry 1 is in 0 to 1"
+        "entries [1] of the actions stay within a fiftieth of their range in 98% of the frames (entry 1 is in 0 to 1"
     )
     assert said in caplog.text
     caplog.clear()
@@ -233,7 +233,7 @@ def test_an_entry_that_always_acts_a_little_and_rarely_much_is_named_for_what_it
     found = Demonstrations([np.zeros((200, 1), np.float32)], [actions], None, ["go"])
     with caplog.at_level("WARNING", "mmrl"):
         scaled = found.statistics().normalise(actions)
-    assert "entries [0] of the actions stay within a fiftieth of their range in 98 % of the frames" in caplog.text
+    assert "entries [0] of the actions stay within a fiftieth of their range in 98% of the frames" in caplog.text
     assert "clips what they do in the others" in caplog.text
     assert scaled[100] == 1.0
     assert len(np.unique(scaled[(actions > -0.008) & (actions < 0.008)])) > 100  # what it does in the others is kept

@@ -316,7 +316,7 @@ def test_noise_has_its_standard_deviation_and_leaves_the_truth_alone():
     noise = observation.state.astype(np.float64) - truth
     expected = np.array([*3 * [0.01], 0.02, 0.001, *5 * [0.0], *2 * [*3 * [0.02], 0.05], *4 * [0.02]])
     assert not noise[:, 5:10].any()
-    # The standard deviation of 100 draws is off by 7 % of itself (one sigma); float32 adds 1e-7.
+    # The standard deviation of 100 draws is off by 7% of itself (one sigma); float32 adds 1e-7.
     np.testing.assert_allclose(noise.std(axis=0), expected, rtol=0.3, atol=1e-6)
     assert (np.abs(noise.mean(axis=0)) <= 0.4 * expected + 1e-6).all()
     plain = BatchSettings(image_size=(16, 16), state="full")

@@ -140,7 +140,7 @@ def test_what_the_dataset_says_of_its_units_counts(tmp_path):
 def test_actions_that_hardly_use_their_range_are_named(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "mmrl"):
         recipe(tmp_path, write(tmp_path / "data"), "normalised")
-    assert "reach -0.06 to 0.03, less than 10 % of -1..1" in caplog.text
+    assert "reach -0.06 to 0.03, less than 10% of -1..1" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "mmrl"):
         recipe(tmp_path, write(tmp_path / "wide", (-1.0, 0.25, 1.0)), "normalised")

@@ -42,7 +42,7 @@ def test_wilson_is_symmetric_and_bounded():
 
 
 def test_wilson_solves_its_defining_equation():
-    # Both limits p satisfy |share - p| = z sqrt(p (1 - p) / n); z = 1.6448536 for 90 %.
+    # Both limits p satisfy |share - p| = z sqrt(p (1 - p) / n); z = 1.6448536 for 90%.
     for limit in wilson_interval(30, 90, confidence=0.9):
         assert abs(1 / 3 - limit) == pytest.approx(1.6448536269514722 * math.sqrt(limit * (1 - limit) / 90))
 

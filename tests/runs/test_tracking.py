@@ -127,7 +127,7 @@ def test_patterns_match_one_name_part():
 
 
 def test_ends_of_intervals_and_parts_of_the_data_follow_any_metric():
-    assert describe_metric("success/greedy/low") == "Lower end of the 95 % interval of success/greedy."
+    assert describe_metric("success/greedy/low") == "Lower end of the 95% interval of success/greedy."
     found = describe_metric("n/hint=wrong")
     assert found == "Tasks that the evaluation has a result for, where hint=wrong."
     assert describe_metric("accuracy/greedy/hint=a=b/high").startswith("Upper end")
@@ -230,7 +230,7 @@ def test_console_shows_plain_lines_without_a_terminal():
     header, line, evaluation = stream.getvalue().splitlines()
     assert header.split() == ["step", "reward", "loss", "KL", "entropy", "tok/s", "seconds"]
     assert line.split() == [*["7/120", "0.5000", "-0.0100", "1.23e-03", "1.500", "812", "2.00"], "(rollout", "1.50)"]
-    assert evaluation == "evaluation at step 7 (during, test[a] of 400 tasks): greedy 50.0 % [45.0, 55.0]"
+    assert evaluation == "evaluation at step 7 (during, test[a] of 400 tasks): greedy 50.0% [45.0, 55.0]"
     assert "\x1b" not in stream.getvalue()
 
 

@@ -35,12 +35,12 @@ def test_the_demo_reports_the_effects_of_hints_reading_and_blindness(tmp_path, s
         "before sft",
         "after sft",
         "after papo",
-        "change, 95 % interval",
+        "change, 95% interval",
     ]
     for row in ("all", "none", "right", "wrong", "read", "add", "reads", "format"):
-        assert re.search(rf"^ +{row} +\d+ +\d+\.\d %", text, re.MULTILINE), row
+        assert re.search(rf"^ +{row} +\d+ +\d+\.\d%", text, re.MULTILINE), row
     blind = next(line for line in lines if line.startswith("a strategy that reads the text and never looks"))
-    assert re.search(r"\d+\.\d % on heldout, \d+\.\d % on no_hint$", blind)
+    assert re.search(r"\d+\.\d% on heldout, \d+\.\d% on no_hint$", blind)
     assert Path(lines[-1].removeprefix("report: ")).is_file()
     monkeypatch.setattr(stages, "train", lambda *arguments, **options: pytest.fail("a finished stage ran again"))
     again = demo.run(tmp_path / "demo")

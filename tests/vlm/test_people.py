@@ -92,7 +92,7 @@ def test_the_demo_prints_sampled_first_then_greedy_forms_and_answers(tmp_path, m
     common += ["tracking.quiet=true", "tracking.strict=true"]
     shrink_demo(monkeypatch, text_demo, common, {"people_grpo.yaml": []})
     lines = text_demo.run(tmp_path / "demo")
-    number = r"\d+\.\d % \[\d+\.\d, \d+\.\d\]"
+    number = r"\d+\.\d% \[\d+\.\d, \d+\.\d\]"
     for line, protocol in zip(lines[1:3], ("sampled", "greedy"), strict=True):
         assert re.fullmatch(rf"{protocol}: {number} to {number}, change \+?-?\d+\.\d \[.*\]", line)
     text = "\n".join(lines)

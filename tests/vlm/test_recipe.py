@@ -343,7 +343,7 @@ def test_adaptive_kl_moves_its_coefficient_and_survives_a_checkpoint(tmp_path, t
     run_dir = train(RECIPES["vlm"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     coefficients = [row["policy/kl_coef"] for row in rows]
-    # the first KL is 0: 20 % below the target, over 12 samples of a horizon of 24; afterwards it is far above
+    # the first KL is 0: 20% below the target, over 12 samples of a horizon of 24; afterwards it is far above
     assert coefficients == pytest.approx([0.09, 0.099, 0.1089])
     config.trainer.steps = 4
     train(RECIPES["vlm"], config, resume=True)

@@ -279,7 +279,7 @@ class WatchedRun:
             value = self.metrics.last(name)
             if value is not None:
                 share, large = title == "equal groups", abs(value) >= 1000
-                shown.append((title, f"{100 * value:.0f} %" if share else f"{value:,.0f}" if large else f"{value:.4g}"))
+                shown.append((title, f"{100 * value:.0f}%" if share else f"{value:,.0f}" if large else f"{value:.4g}"))
         return shown
 
     def _stages(self) -> list[tuple[str, float]]:

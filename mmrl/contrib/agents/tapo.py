@@ -73,7 +73,7 @@ def score_answer(answer: str, truth: str, source: str = "default") -> float:
         answer: of the policy; the code's last 100 characters count.
         truth: the right one.
         source: nq: 1 if it holds the truth, else 1 - d where d < 0.5 is the edit distance over the longer length;
-            calculator: a number within 1e-3; complex: a number within 5 %; others, also aime...: equal texts.
+            calculator: a number within 1e-3; complex: a number within 5%; others, also aime...: equal texts.
 
     Returns:
         A score in 0..1.

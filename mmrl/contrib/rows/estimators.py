@@ -554,8 +554,8 @@ class DownSampled(Weight):
     def formula(self) -> str:
         grows = f", both growing to all over {self.relax_steps} steps" if self.relax_steps else ""
         return (
-            f"trained are the {100 * self.decisions:g} % of highest |A_it| H_it of the decisions of those "
-            f"{100 * self.rows:g} % of a group's rows whose R_i vary most{grows}; u_it = 1"
+            f"trained are the {100 * self.decisions:g}% of highest |A_it| H_it of the decisions of those "
+            f"{100 * self.rows:g}% of a group's rows whose R_i vary most{grows}; u_it = 1"
         )
 
 

@@ -89,6 +89,6 @@ class HintedEntropy(Weight):
 
     def formula(self) -> str:
         return (
-            f"u_it = N / N_kept for own decisions and the {100 * self.share:g} % of each row's hinted ones with the "
+            f"u_it = N / N_kept for own decisions and the {100 * self.share:g}% of each row's hinted ones with the "
             "highest entropy, 0 for the other hinted ones"
         )

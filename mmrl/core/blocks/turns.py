@@ -89,7 +89,7 @@ class TopEntropy(Weight):
         return (entropy >= quantile(entropy, rollouts.loss_mask, 1.0 - self.share)).to(entropy.dtype)
 
     def formula(self) -> str:
-        return f"u_it = 1 where the entropy is among the highest {100 * self.share:g} % of the step, 0 elsewhere"
+        return f"u_it = 1 where the entropy is among the highest {100 * self.share:g}% of the step, 0 elsewhere"
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ def tabulate(benchmark: Benchmark, scored: Sequence[Scored]) -> Table:
 
 
 def mean_of_shares(shares: Sequence[Share]) -> tuple[float, float, float]:
-    """Plain mean of independent shares with its 95 % interval, from the shares' own intervals.
+    """Plain mean of independent shares with its 95% interval, from the shares' own intervals.
 
     Source: Zou and Donner 2008, "Construction of confidence limits about effect measures" (MOVER).
     """
@@ -208,7 +208,7 @@ def write_results(folder: Path, split: str, benchmark: Benchmark, table: Table, 
 def results_markdown(benchmark: Benchmark, table: Table, setting: Mapping[str, Any]) -> str:
     """The table as Markdown, with the setting if there is one; detailed columns are in the JSON only."""
     lines = [f"# {benchmark.title}", "", _summary(benchmark, table), ""]
-    lines += ["| group | n | first point | 95 % | any point | unreadable | points |", "|---|---|---|---|---|---|---|"]
+    lines += ["| group | n | first point | 95% | any point | unreadable | points |", "|---|---|---|---|---|---|---|"]
     shown = {(), *((column,) for column in benchmark.columns), *benchmark.crosses}
     for row in table.rows:
         if row.columns in shown:
@@ -229,11 +229,11 @@ def results_markdown(benchmark: Benchmark, table: Table, setting: Mapping[str, A
 
 def _summary(benchmark: Benchmark, table: Table) -> str:
     low, high = table.all.first.interval
-    parts = [f"First point in the target: {_percent(table.all.first.value)} % [{_percent(low)}, {_percent(high)}]"]
+    parts = [f"First point in the target: {_percent(table.all.first.value)}% [{_percent(low)}, {_percent(high)}]"]
     if table.macro is not None:
         mean, low, high = table.macro
         cells = " x ".join(benchmark.macro)
-        parts.append(f"mean over {cells}, as published: {_percent(mean)} % [{_percent(low)}, {_percent(high)}]")
+        parts.append(f"mean over {cells}, as published: {_percent(mean)}% [{_percent(low)}, {_percent(high)}]")
     count = f"{table.all.first.n} samples"
     if benchmark.size is not None and benchmark.size != table.all.first.n:
         count += f" of {benchmark.size}: not comparable with published numbers"

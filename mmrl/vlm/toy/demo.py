@@ -108,5 +108,5 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
 def _blind_line(data: Path) -> str:
     """Accuracy from the text of the questions alone, learnt from those of the reinforcement learning."""
     strategy = fit_blind(read_jsonl(data / "train.jsonl"))
-    shares = [f"{100 * strategy.share(read_jsonl(data / f'{split}.jsonl')):.1f} % on {split}" for split in SPLITS]
+    shares = [f"{100 * strategy.share(read_jsonl(data / f'{split}.jsonl')):.1f}% on {split}" for split in SPLITS]
     return f"a strategy that reads the text and never looks: {', '.join(shares)}"

@@ -103,7 +103,7 @@ def build_readings(
         frames: frames of a clip.
         decoys: other digits that a clip shows.
         per_clip: questions about each clip. They share its digit, so many of them are memorised: with 20 a model
-            reached a loss of 0.01 in training and 79 % on other clips.
+            reached a loss of 0.01 in training and 79% on other clips.
         seed: random seed.
 
     Returns:

@@ -48,8 +48,8 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
     report = write_report(sft)
     return [
         *part_lines([sft]),
-        f"a strategy that never looks: {100 * blind:.1f} % on fresh",
-        f"questions about something else: {100 * last['general']:.1f} %, without a picture {100 * last['text']:.1f} %",
+        f"a strategy that never looks: {100 * blind:.1f}% on fresh",
+        f"questions about something else: {100 * last['general']:.1f}%, without a picture {100 * last['text']:.1f}%",
         f"perplexity on a page of English: {before:.2f} of the language model, {after:.2f} of the trained model",
         f"report: {report}",
     ]

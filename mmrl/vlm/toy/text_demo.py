@@ -44,7 +44,7 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
 
 
 def _headline_lines(trained: Path) -> list[str]:
-    """Both protocols before and after, with 95 % intervals; sampled first, since that is what the reward trains."""
+    """Both protocols before and after, with 95% intervals; sampled first, since that is what the reward trains."""
     lines = []
     for table in headline([read_run(trained)]):
         for place, protocol in enumerate(table["protocols"]):

@@ -76,7 +76,7 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
 def _table(agent: Path, data: Path) -> list[str]:
     evaluations = [found for found in read_evaluations(agent) if found["split"] == SPLIT]
     held_out = read_jsonl(data / f"{SPLIT}.jsonl")
-    rows = [(f"{len(held_out)} held-out clips, 95 % intervals", "answer right", "needle recall")]
+    rows = [(f"{len(held_out)} held-out clips, 95% intervals", "answer right", "needle recall")]
     rows.append((NOTHING, _blind(read_jsonl(data / "train.jsonl"), held_out), "–"))
     for words, strategy, place in ROWS:
         found = evaluations[place]
@@ -101,4 +101,4 @@ def _share(found: Mapping[str, Any], name: str) -> str:
 
 
 def _percent(value: float, low: float, high: float) -> str:
-    return f"{100 * value:5.1f} % [{100 * low:5.1f}, {100 * high:5.1f}]"
+    return f"{100 * value:5.1f}% [{100 * low:5.1f}, {100 * high:5.1f}]"

@@ -191,7 +191,7 @@ def evaluate_flow(
 def loop_metrics(rows: Sequence[Row]) -> dict[str, float]:
     """Metrics of the rows of `EpisodeRunner.run`.
 
-    success/closed_loop with Wilson's 95 % interval, overall and by task, family, arm, shape and held-out property;
+    success/closed_loop with Wilson's 95% interval, overall and by task, family, arm, shape and held-out property;
     success/of_families, the mean over place, pour, insert and drawer; errors of the flow; accuracy/language_swap; the
     verifier's precision and recall; tries per episode; counts of errors and early ends.
     """

@@ -295,7 +295,7 @@ class DatasetInfo:
         return sum(self.shards.values())
 
     def encoding(self, **fields: Any) -> FlowEncoding:
-        """The encoding of these flows: T and N of the data, depths from their 1 % to their 99 % quantile.
+        """The encoding of these flows: T and N of the data, depths from their 1% to their 99% quantile.
 
         Args:
             fields: fields of `FlowEncoding` that override these.
@@ -378,12 +378,12 @@ def dataset_card(info: DatasetInfo) -> str:
         *_table("source", tally.count_by("source")),
         *_table("task", tally.count_by("task")),
         *_table("size in pixels", dict(sorted(tally.sizes.items()))),
-        "| | min | 1 % | 50 % | 99 % | max |",
+        "| | min | 1% | 50% | 99% | max |",
         "|---|---|---|---|---|---|",
         f"| depth of points, m | {_cells(numbers['depth_m'])} |",
         f"| displacement of the object, m | {_cells(numbers['moved_m'])} |",
         "",
-        f"{100 * numbers['visible']:.1f} % of the future points are visible.",
+        f"{100 * numbers['visible']:.1f}% of the future points are visible.",
         "",
         *table(["quality of the extraction", "mean"], quality),
         *READING,

@@ -94,7 +94,7 @@ def resting_depth(depth_m: DepthArray, change_m: float) -> DepthArray:
 class ModelDepth:
     """Estimates the depth of each frame separately.
 
-    The model must be metric: a scale error of 5 % already makes half of the plans fail. Compare the result with a
+    The model must be metric: a scale error of 5% already makes half of the plans fail. Compare the result with a
     known distance, and correct it with `scale`.
     """
 

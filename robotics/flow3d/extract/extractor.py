@@ -220,7 +220,7 @@ class FlowExtractor:
         known = mask & np.isfinite(depth_m)
         holes = 1 - known.sum() / max(mask.sum(), 1)
         if holes > self.limits.most_holes or not known.any():
-            raise RejectedVideo("holed_depth", f"{100 * holes:.0f} % of {mask.sum()} pixels")
+            raise RejectedVideo("holed_depth", f"{100 * holes:.0f}% of {mask.sum()} pixels")
         # only pixels with a depth: a query point without one could not be lifted
         uv = grid_in_mask(known, self.encoding.grid).reshape(-1, 2)
         points = np.concatenate([uv, depth_at(depth_m, uv)[:, None]], -1)
@@ -233,7 +233,7 @@ class FlowExtractor:
     def _judge(self, points: FloatArray, flow: FloatArray, K: FloatArray) -> dict[str, float]:
         visible = float(flow[..., VISIBLE].mean())
         if visible < self.limits.least_visible:
-            raise RejectedVideo("too_few_visible_points", f"{100 * visible:.0f} % on average")
+            raise RejectedVideo("too_few_visible_points", f"{100 * visible:.0f}% on average")
         start, flow_m = lift(points, K), lift(flow[..., :VISIBLE], K)
         moved = float(np.median(np.linalg.norm(flow_m[-1] - start, axis=-1)))
         if moved < self.limits.least_moved_m:

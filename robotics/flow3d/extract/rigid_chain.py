@@ -268,7 +268,7 @@ class RigidChain:
         # the first frame has no motion that could be lost
         share = lost / (len(video) - 1)
         if share > self.most_lost:
-            raise RejectedVideo("lost_track", f"too few points in {100 * share:.0f} % of the frames")
+            raise RejectedVideo("lost_track", f"too few points in {100 * share:.0f}% of the frames")
         tracks = rigid_tracks(video, uv_px, poses[:, None], max(0.01, chain.agree_m), chain.rest_m)
         tracks.quality.update(lost_frames=share, depth_noise_m=noise)
         return tracks

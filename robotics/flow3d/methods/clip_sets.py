@@ -73,7 +73,7 @@ def load_clips(config: ClipSetConfig, where: str) -> Sequence[FlowClip]:
 
 
 def depth_range_m(clips: Sequence[FlowClip]) -> tuple[float, float]:
-    """Depths in metres that contain 98 % of the clips' points, widened by a tenth or 5 mm at both ends."""
+    """Depths in metres that contain 98% of the clips' points, widened by a tenth or 5 mm at both ends."""
     some = [clips[number] for number in range(0, len(clips), max(1, len(clips) // MOST_CLIPS))]
     depths = [depth for clip in some for depth in (clip.flow[..., Z].ravel(), clip.points[..., Z].ravel())]
     # quantiles, because a single wrong depth would stretch the range for all clips

@@ -83,7 +83,7 @@ class WorldModelConfig(FlowModelConfig):
     path: str = ""
     """Folder of a saved world model, or of a run, to continue from; it brings its own settings."""
     depth_range: str = rare(choice("data", DEPTH_RANGES))
-    """Source of encoding.z_min_m and z_max_m: data (98 % of the training depths and a tenth more at both ends)
+    """Source of encoding.z_min_m and z_max_m: data (98% of the training depths and a tenth more at both ends)
     or given."""
     words: list[str] = field(default_factory=list)
     """Words of future instructions, added to those of the training instructions."""

@@ -203,7 +203,7 @@ class OpenVlaConfig:
     unnorm_key: str | None = rare(None)
     """Name of the dataset whose statistics convert tokens to actions; None if the folder has only one."""
     bounds: str = rare(choice("q99", tuple(BOUNDS)))
-    """Bounds of actions and state that map to -1 and 1: q99, the 1 % and 99 % quantiles of the data (LIBERO, Bridge),
+    """Bounds of actions and state that map to -1 and 1: q99, the 1% and 99% quantiles of the data (LIBERO, Bridge),
     or min_max (ALOHA)."""
     gripper: str = rare(choice("as_data", GRIPPERS))
     """libero: the last entry, from 0 (closed) to 1 (open) in the data, becomes -1 to open or 1 to close, see
@@ -211,7 +211,7 @@ class OpenVlaConfig:
     num_images_in_input: int = rare(bounded(1, at_least=1))
     """Number of cameras the model was trained with: 1 for `sim.camera`, 2 for it and one view, such as the wrist's."""
     center_crop: bool = rare(True)
-    """Keep the inner 90 % of an image, for models trained with random crops like the published ones."""
+    """Keep the inner 90% of an image, for models trained with random crops like the published ones."""
     attention: str = rare(choice("bidirectional", ATTENTION))
     """bidirectional, as OpenVLA-OFT's fork of transformers, or causal, for models trained without the fork."""
     dtype: str = choice("float32", tuple(DTYPES))
@@ -347,7 +347,7 @@ class _ImageScale:
 def _centre(images: Tensor) -> Tensor:
     """Crop (B, H, W, 3) uint8 to the inner area and resize it back, bilinear with aligned corners as in TensorFlow."""
     count, height, width, _ = images.shape
-    # side sqrt(0.9), since 90 % of the area is kept
+    # side sqrt(0.9), since 90% of the area is kept
     steps = math.sqrt(CROP) * torch.linspace(-1, 1, height), math.sqrt(CROP) * torch.linspace(-1, 1, width)
     rows, columns = torch.meshgrid(*steps, indexing="ij")
     grid = torch.stack([columns, rows], -1).expand(count, -1, -1, -1)

@@ -195,7 +195,7 @@ def test_the_headline_is_of_the_first_split_and_each_split_has_a_curve(tmp_path,
     append(folder / "evaluations.jsonl", *rows)
     assert main(["watch", str(folder), "--text", "--once"]) == 0
     shown = capsys.readouterr().out
-    assert "greedy on heldout, step 3 80.0 %" in shown
+    assert "greedy on heldout, step 3 80.0%" in shown
     assert re.search(r"greedy on heldout +▁█ +0\.8 ", shown)
     assert re.search(r"greedy on blind +▁█ +0\.4 ", shown)
 

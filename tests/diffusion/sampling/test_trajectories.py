@@ -244,7 +244,7 @@ def test_dance_trains_a_share_of_the_steps_from_one_start_noise(tmp_path):
     config.sampler.steps = 6
     recipe = build(config)
     rollouts = collected(recipe)
-    assert rollouts.mask.sum(1).tolist() == [3.0] * 8  # 60 % of five
+    assert rollouts.mask.sum(1).tolist() == [3.0] * 8  # 60% of five
     assert len({tuple(row) for row in rollouts.mask.tolist()}) > 1
     first = rollouts.payload.states[:, 0].reshape(2, 4, -1)
     assert torch.equal(first, first[:, :1].expand_as(first))

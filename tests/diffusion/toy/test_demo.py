@@ -30,7 +30,7 @@ def small(monkeypatch):
 
 def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small, monkeypatch):
     lines = demo.run(tmp_path / "demo")
-    assert lines[0] == "mean reward of images of 3 prompts (95 % interval), from the same seeds"
+    assert lines[0] == "mean reward of images of 3 prompts (95% interval), from the same seeds"
     for line, name in zip(lines[1:4], ("untrained", "before AWM", "after AWM"), strict=True):
         assert re.fullmatch(rf"  {name} +optimised 0\.\d+ \(.*\)   held out 0\.\d+ \(.*\)", line)
     number = r"[+-][\d.e-]+ \[.*\]"

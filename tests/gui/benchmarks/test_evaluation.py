@@ -116,7 +116,7 @@ def test_points_in_another_space_are_warned_of(tmp_path, models, caplog):
     with caplog.at_level("WARNING", logger="mmrl"):
         metrics = run(tmp_path, models["qwen2_5_vl"], "mmbench_gui_l2", **options)
     assert metrics["mmbench_gui_l2/answers/outside"] == 1.0
-    assert "100 % of the first points are outside their screens; does the model write abs_resized" in caplog.text
+    assert "100% of the first points are outside their screens; does the model write abs_resized" in caplog.text
 
 
 @pytest.mark.parametrize("preset", PRESETS)

@@ -236,7 +236,7 @@ def test_info_and_card_count_the_contents(folder):
     card = (folder / "README.md").read_text()
     assert "11 clips of 3D flow" in card
     assert "| arm | 5 |" in card
-    assert f"{100 * visible:.1f} % of the future points are visible" in card
+    assert f"{100 * visible:.1f}% of the future points are visible" in card
 
 
 def test_quantiles_of_bins():

@@ -154,7 +154,7 @@ def test_noisy_depth_also_corrects_the_rotation(video):
 def test_noise_of_depth_is_estimated():
     rng = np.random.default_rng(0)
     depth = (1 + 0.01 * rng.normal(size=(2, 80, 80))).astype(np.float32)
-    # The deviation of a median of 6400 is about 2 % of the value; ten times that is allowed.
+    # The deviation of a median of 6400 is about 2% of the value; ten times that is allowed.
     assert depth_noise_m(depth) == pytest.approx(0.01, rel=0.2)
 
 

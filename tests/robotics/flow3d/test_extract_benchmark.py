@@ -20,7 +20,7 @@ def test_rows_are_summed_up_and_drawn(tmp_path):
     (found,) = summary(rows)
     assert (found["videos"], found["found"], found["refused"], found["lost"]) == (4, 0.5, 0.25, 0.25)
     assert (found["iou"], found["median_cm"]) == (0.55, 3.0)
-    assert table(rows).splitlines()[2].startswith("| b | 64 | 1 % | 0.50 | 0.25 | 0.55 |")
+    assert table(rows).splitlines()[2].startswith("| b | 64 | 1% | 0.50 | 0.25 | 0.55 |")
     draw(rows, tmp_path / "x.png")
     assert np.asarray(Image.open(tmp_path / "x.png")).std() > 10
 

@@ -36,7 +36,7 @@ def small(monkeypatch):
 def test_the_demo_compares_selections_and_shows_the_picks(tmp_path, small, monkeypatch):
     lines = demo.run(tmp_path / "demo")
     text = "\n".join(lines)
-    share = r"\d+\.\d % \[ *\d+\.\d, +\d+\.\d\]"
+    share = r"\d+\.\d% \[ *\d+\.\d, +\d+\.\d\]"
     for words, strategy, _ in demo.ROWS:
         recall = "–" if strategy == "needle" else share
         assert re.search(rf"^{re.escape(words)} +{share} +{recall}$", text, re.MULTILINE), words
@@ -52,4 +52,4 @@ def test_the_demo_compares_selections_and_shows_the_picks(tmp_path, small, monke
 def test_who_never_looks_gives_the_usual_answer():
     train = [{"query": "which?", "answer": answer} for answer in "3377737"]
     held_out = [{"query": "which?", "answer": answer} for answer in "7371"]
-    assert demo._blind(train, held_out).startswith(" 50.0 %")
+    assert demo._blind(train, held_out).startswith(" 50.0%")

@@ -107,7 +107,7 @@ def test_depth_can_be_missing_holed_and_noisy(scene):
     with FlowScene(actor="panda", width=64, height=48, depth_noise=0.01) as noisy:
         noisy.reset(2)
         error = noisy.observe().depth_m / clean - 1
-        # The deviation of 3072 draws is known to 1 / sqrt(2 n), 1.3 %; five times that is allowed.
+        # The deviation of 3072 draws is known to 1 / sqrt(2 n), 1.3%; five times that is allowed.
         assert error.std() == pytest.approx(0.01, rel=0.065)
         assert (noisy.true_depth() == clean).all()
 
