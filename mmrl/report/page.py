@@ -145,7 +145,7 @@ def _sentence(run: RunFolder, split: str, name: str, ends: Sequence[Cell | None]
     who = method(run) or "training"
     who = f"{who[0].upper()}{who[1:]}" if run.result else f"So far {who}"
     verb = {"good": "raised", "bad": "lowered"}.get(last["tone"])
-    unit = " points" if last["value"].endswith(" %") else ""
+    unit = " points" if last["value"].endswith("%") else ""
     change = f"({last['change']}{unit}{_change(last['change_interval'])})"
     moved = f"from {_bare(before['value'])} to {last['value']}"
     if verb is None:
@@ -217,7 +217,7 @@ def _named(changes: Sequence[tuple[float, str]]) -> str:
 
 
 def _bare(value: str) -> str:
-    return value.removesuffix(" %")
+    return value.removesuffix("%")
 
 
 def _spread(interval: str) -> str:

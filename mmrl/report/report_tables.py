@@ -440,7 +440,7 @@ def _metric_cell(
 
 def _cell(value: Estimate, show: Callable[..., str]) -> Cell:
     number, low, high = value
-    unit = " %" if show is _percent else ""
+    unit = "%" if show is _percent else ""
     return {"value": show(number) + unit, "interval": "" if math.isnan(low) else f"[{show(low)}, {show(high)}]"}
 
 

@@ -368,7 +368,7 @@ def estimate_text(name: str, metrics: Mapping[str, float]) -> str:
     share = name.startswith(SHARES)
     # shares in per cent, scores with three digits
     factor, digits = (100.0, 1) if share else (1.0, 3)
-    value = f"{factor * metrics[name]:.{digits}f}{' %' if share else ''}"
+    value = f"{factor * metrics[name]:.{digits}f}{'%' if share else ''}"
     if low is None or high is None or math.isnan(low) or math.isnan(high):
         return value
     return f"{value} [{factor * low:.{digits}f}, {factor * high:.{digits}f}]"

@@ -47,7 +47,7 @@ def _flow_lines(found: dict[str, Any]) -> list[str]:
         f"predicted flow of {int(found['n'])} held-out clips: ADE {found['flow/ade_cm']:.1f} cm, "
         f"FDE {found['flow/fde_cm']:.1f} cm (standing still: {found['flow/zero_motion_ade_cm']:.1f} and "
         f"{found['flow/zero_motion_fde_cm']:.1f} cm)",
-        "other instructions for the same images are followed in {:.0f} % ({:.0f} to {:.0f})".format(*swap),
+        "other instructions for the same images are followed in {:.0f}% ({:.0f} to {:.0f})".format(*swap),
     ]
 
 
@@ -66,4 +66,4 @@ def _success_lines(found: dict[str, float], split: str, episodes: FlowEpisodesCo
 
 def _share(found: dict[str, float], name: str) -> str:
     value, low, high = (100 * found.get(f"{name}{end}", float("nan")) for end in ("", "/low", "/high"))
-    return f"{value:5.1f} % ({low:4.1f} to {high:5.1f})"
+    return f"{value:5.1f}% ({low:4.1f} to {high:5.1f})"

@@ -60,5 +60,5 @@ def _cells(row: dict[str, Any], task: str) -> str:
         name = f"success/{protocol}" + ("" if task == "all" else f"/{task}")
         if name in row:
             value, low, high = (100 * row[f"{name}{end}"] for end in ("", "/low", "/high"))
-            shown.append(f"{protocol} {value:5.1f} % ({low:4.1f} to {high:4.1f})")
+            shown.append(f"{protocol} {value:5.1f}% ({low:4.1f} to {high:4.1f})")
     return "   ".join(shown)

@@ -41,7 +41,7 @@ def test_the_first_sentence_names_change_interval_and_what_became_worse(tmp_path
     mean, low, high, *_ = paired_difference(after, before)
     said = outcome([run])
     assert said[0] == (
-        f"GRPO raised held-out accuracy (greedy) from 40.0 to 80.0 % (+{100 * mean:.1f} points, "
+        f"GRPO raised held-out accuracy (greedy) from 40.0 to 80.0% (+{100 * mean:.1f} points, "
         f"95% interval {100 * low:+.1f} to {100 * high:+.1f})."
     )
     assert said[1] == "Worse: hint = right (-50)."

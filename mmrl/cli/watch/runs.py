@@ -311,7 +311,7 @@ def interval_text(values: Sequence[Any], share: bool, sign: str = "") -> str:
     known = [value for value in values if isinstance(value, int | float)]
     texts = [f"{100 * value:{sign}.1f}" if share else f"{value:{sign}.3g}" for value in known]
     interval = f" [{texts[1]}, {texts[2]}]" if len(texts) == 3 else ""
-    return f"{texts[0]}{' %' if share and not sign else ''}{interval}" if texts else "–"
+    return f"{texts[0]}{'%' if share and not sign else ''}{interval}" if texts else "–"
 
 
 def _sample(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
