@@ -18,7 +18,7 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-import evidence  # beside this file
+import methods  # next to this file
 
 from mmrl.cli.listings import LISTINGS, markdown, markdown_table
 from mmrl.cli.options import Option, options_of, select_options
@@ -27,7 +27,8 @@ from mmrl.core.block import Block
 from mmrl.core.blocks import BLOCKS, PREFERENCE_BLOCKS, all_kinds
 from mmrl.errors import UserError, did_you_mean
 from mmrl.files import write_atomically
-from mmrl.recipes import RECIPES, find_recipe
+from mmrl.recipes import CONTRIB, PACKAGES, RECIPES, find_recipe, package_tables
+from mmrl.runs.metrics import METRICS
 
 PROJECT = Path(__file__).resolve().parent.parent
 MARKED = re.compile(r"(?P<head><!-- generated: (?P<name>[^>]*?) -->\n).*?(?P<end><!-- end -->)", re.DOTALL)
@@ -233,11 +234,28 @@ def _plans() -> str:
     return markdown_table(("model", "trained", "GB, 1 GPU", "GB, 8 GPUs", "GB, 64 GPUs"), rows)
 
 
+def _package_metrics() -> dict[str, dict[str, str]]:
+    """Title of each package that has metrics of its own, with them."""
+    return {name: table for name in (*PACKAGES, *CONTRIB) for table in package_tables("METRICS", (name,))}
+
+
+def _metrics() -> str:
+    """Every metric by the package that writes it; a browser folds the tables of single domains."""
+    shared, packages = METRICS, _package_metrics()
+    text = markdown_table(("metric", "meaning"), [(f"`{name}`", sentence) for name, sentence in shared.items()])
+    for title, table in packages.items():
+        rows = [(f"`{name}`", sentence) for name, sentence in table.items()]
+        folded = f'<details markdown="1"><summary>{title}: {len(rows)} metrics</summary>'
+        text += f"\n{folded}\n\n{markdown_table(('metric', 'meaning'), rows)}\n</details>\n"
+    return text
+
+
 TABLES: dict[str, Callable[..., str]] = {
     **{name: partial(markdown, name) for name in LISTINGS},
     "blocks": _blocks,
     "contrib_blocks": _contrib_blocks,
-    "evidence": evidence.table,
+    "methods": methods.part,
+    "metrics": _metrics,
     "omitted": _omitted,
     "options": _options,
     "papers": _papers,

@@ -272,7 +272,7 @@ def _unchanged(row: Row, peer: dict[str, Any]) -> bool:
 def _row_explained(row: Row) -> str:
     """Write the formula of an objective, the source of each part, its domains, its proof and how to use it."""
     lines = [row.describe(), "", "parts"]
-    lines += [f"  {key:<12}{block.kind:<22}{_source(block)}" for key, block in row.blocks.items() if block.formula()]
+    lines += [f"  {key:<12}{kind:<22}{source}" for key, kind, source in part_sources(row)]
     # an installed wheel has no golden numbers, only the programs' names
     proof = golden_sources(row.name) or [row.verified]
     lines += ["", f"promise       {row.claim}", f"verified      {NEWLINE.join(proof)}"]
@@ -283,6 +283,11 @@ def _row_explained(row: Row) -> str:
         lines += [f"  {place.domain:<12}{f'recipe: {place.recipe}' if place.recipe else f'no: {place.lacks}'}"]
     lines += ["", "results", *(list(results_of(row.name)) or ["  not measured"])]
     return "\n".join([*lines, "", "use it", *(f"  {line}" for line in usage(row))])
+
+
+def part_sources(row: Row) -> list[tuple[str, str, str]]:
+    """Each part of an objective that its formula shows, with the kind of its block and the block's source."""
+    return [(key, block.kind, _source(block)) for key, block in row.blocks.items() if block.formula()]
 
 
 def usage(row: Row) -> list[str]:
