@@ -25,9 +25,9 @@ help:
 	@echo "make test-gpu        every recipe, the kernels and a LoRA step of 3B on a GPU; skipped without one"
 	@echo "make test-faults     kill runs, damage inputs, fill disks; at most 20 minutes; options: FAULTS='--kills 600'"
 	@echo "make bits            digests of what every recipe and objective computes; BITS='--against FILE' compares; about 8 minutes"
-	@echo "make lint            ruff (rules and formatting) and mypy"
+	@echo "make lint            ruff (rules and formatting), English and mypy"
 	@echo "make format          let ruff fix and format"
-	@echo "make site            documentation and API reference as HTML in build/site; fails on a broken link"
+	@echo "make site            documentation and API reference as HTML in build/site; fails on a broken link or a search that misses"
 	@echo "make docs            regenerate the tables of README.md and docs/, figures of stored results and the drawing of the packages"
 	@echo "make clean           remove $(VENV), caches and build output; runs/ and data/ stay"
 
@@ -95,6 +95,7 @@ bits: setup
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/python scripts/prose.py
 	@MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy
 
 format: setup
@@ -108,6 +109,7 @@ docs: setup
 
 site: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@$(BIN)/python scripts/search.py build/site
 
 clean:
 	rm -rf "$(VENV)" build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,7 +1,7 @@
 """Reinforcement learning of diffusion and flow models.
 
-Recipes, transition kernels, rewards and models by name; importing the package loads none of them, only what is taken
-from it: `from diffusion import AwmRecipe, FlowSdeStep, load_image_rewards`.
+Recipes, transition kernels, rewards and models by name; importing the package loads none of them; each is loaded when
+it is accessed: `from diffusion import AwmRecipe, FlowSdeStep, load_image_rewards`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ COMBINATIONS = ("sum", "gdpo")
 
 
 def image_trainer() -> TrainerConfig:
-    """Optimiser and batch sizes of the published recipes: AdamW at 3e-4 for LoRA, two updates an epoch."""
+    """Optimiser and batch sizes of the published recipes: AdamW at 3e-4 for LoRA, two updates per epoch."""
     return TrainerConfig(
         learning_rate=3e-4,
         samples_per_task=24,
@@ -57,8 +57,8 @@ def check_matching(config: Any, sampler: LatentSamplerConfig) -> None:
     if sampler.same_noise and (sampler.solver not in RANDOM_SOLVERS or sampler.noise_level == 0):
         raise ValueError(
             f"sampler.same_noise is true, but solver '{sampler.solver}' with noise_level={sampler.noise_level} is "
-            "deterministic: the images of a prompt would be one image; leave same_noise out, or give noise to one of "
-            f"{', '.join(RANDOM_SOLVERS)}"
+            "deterministic: all images of a prompt would be identical; leave same_noise out, or set noise_level "
+            f"above 0 with one of {', '.join(RANDOM_SOLVERS)}"
         )
     if sampler.solver in BOUNDED and sampler.noise_level > 1:
         raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for {sampler.solver}")
@@ -83,7 +83,7 @@ class MatchingParts:
         """Check that the parts fit together; raises ValueError."""
         super().validate()  # type: ignore[misc]
         check_matching(self, self.sampler)
-        reason = "this method learns from x_0 alone, whose steps are those of sampler.solver"
+        reason = "this method only learns from x_0, which is sampled with sampler.solver"
         self.sampler.refuse_set(TRAINED_STEPS, reason)
 
 
@@ -158,11 +158,11 @@ class GivenImagesConfig(DiffusionParts, BaseRunConfig):
         refuse_weights({reward.name: reward.weight for reward in self.evaluation.rewards}, "evaluation.rewards")
         if self.evaluation.sampler.guidance != 1.0:
             raise ValueError(
-                f"evaluation.sampler.guidance is {self.evaluation.sampler.guidance}, but given images are learned "
-                "without guidance; evaluation.sampler.eval_guidance is for the images of evaluations"
+                f"evaluation.sampler.guidance is {self.evaluation.sampler.guidance}, but training on given images "
+                "uses no guidance; set evaluation.sampler.eval_guidance for evaluation images"
             )
         drawn = (*TRAINED_STEPS, "noise_level", "solver", "same_noise")
-        self.evaluation.sampler.refuse_set(drawn, "no images are drawn in training", "evaluation.sampler")
+        self.evaluation.sampler.refuse_set(drawn, "no images are sampled during training", "evaluation.sampler")
 
 
 @dataclass
@@ -199,7 +199,7 @@ class DiffusionConfig(DiffusionParts, RunConfig):
         super().validate()
         check_rewards(self.rewards, self.heldout_rewards)
         if not self.compares_samples and self.combine != "sum":
-            raise ValueError(f"combine is '{self.combine}'; this recipe reads summed rewards, use sum")
+            raise ValueError(f"combine is '{self.combine}'; this recipe needs the summed reward; use sum")
         self.check_objective()
         if self.combine == "gdpo":
             self._check_gdpo()
@@ -222,8 +222,8 @@ class DiffusionConfig(DiffusionParts, RunConfig):
         bounds = isinstance(chosen, DropGroups) and (chosen.low, chosen.high) != (None, None)
         if bounds and chosen.reward_key == "reward":
             raise ValueError(
-                "combine is 'gdpo', but objective.filter.low and high bound the mean of the summed reward; name one of "
-                f"the rewards as objective.filter.key: {', '.join(self.compared)}"
+                "combine is 'gdpo', but objective.filter.low and high bound the mean of the summed reward; set "
+                f"objective.filter.key to one of the rewards: {', '.join(self.compared)}"
             )
 
     def check_objective(self) -> None:
@@ -231,7 +231,9 @@ class DiffusionConfig(DiffusionParts, RunConfig):
         refuse_blocks(self.objective, self.replaced_blocks)
         objective = make_objective(self.objective)
         if "order" in self.replaced_blocks and objective.order != Epochs():
-            raise ValueError(f"objective.order is '{objective.order.kind}', but this method learns nothing about tasks")
+            raise ValueError(
+                f"objective.order is '{objective.order.kind}', but this method has no per-task scores to order tasks by"
+            )
         samples = self.trainer.samples_per_task if self.compares_samples else None
         check_objective(objective, self.scored, samples, [reward.name for reward in self.rewards])
 
@@ -246,22 +248,23 @@ def refuse_blocks(objective: ObjectiveConfig, replaced: Sequence[str]) -> None:
     for key in replaced:
         block, _, option = key.partition(".")
         if option in getattr(objective, block) or (not option and getattr(objective, block)):
-            raise ValueError(f"objective.{key} is set, but this method replaces it by its own; leave it out")
+            raise ValueError(f"objective.{key} is set, but this method replaces it with its own; leave it out")
 
 
 def check_rewards(rewards: Sequence[RewardConfig], heldout_rewards: Sequence[RewardConfig]) -> None:
     """Reject rewards that measure nothing, and held-out rewards that are also optimised; raises ValueError."""
     if not any(reward.weight for reward in rewards):
-        raise ValueError("rewards is empty or all of its weights are 0; name at least one, see `mmrl list rewards`")
+        raise ValueError("rewards is empty or all weights are 0; add at least one reward (see `mmrl list rewards`)")
     if not heldout_rewards:
         raise ValueError(
-            "heldout_rewards is empty; name at least one reward that is not optimised, so that reward hacking shows"
+            "heldout_rewards is empty; add at least one reward that is not optimised, so that reward hacking "
+            "becomes visible"
         )
     refuse_weights({reward.name: reward.weight for reward in heldout_rewards}, "heldout_rewards")
     sources, heldout = ({_source(reward) for reward in terms} for terms in (rewards, heldout_rewards))
     if both := sorted(sources & heldout):
         raise ValueError(
-            f"{', '.join(both)} is in rewards and in heldout_rewards; a held-out reward must not be optimised"
+            f"{', '.join(both)} is in both rewards and heldout_rewards; a held-out reward must not be optimised"
         )
 
 

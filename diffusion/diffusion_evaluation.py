@@ -40,18 +40,18 @@ SHOWN_IMAGES = 4
 
 @dataclass
 class DiffusionEvaluationConfig(EvaluationConfig):
-    """Evaluation of an image model; there is no greedy decoding, only images from fixed seeds."""
+    """Evaluation of an image model; images are drawn from fixed seeds; there is no greedy decoding."""
 
     greedy: bool = False
     """Does not apply to images; must be false."""
     samples: int = 4
-    """Images per prompt, from the same seeds at every evaluation."""
+    """Images per prompt, drawn from the same seeds in every evaluation."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
         super().validate()
         if self.greedy or self.temperature != 1.0:
-            raise ValueError("evaluation.greedy and evaluation.temperature mean nothing for images; leave them out")
+            raise ValueError("evaluation.greedy and evaluation.temperature do not apply to images; leave them out")
 
 
 ScoreImages = Callable[[Sequence[DiffusionTask], np.ndarray, Sequence[bool]], RewardResult]
@@ -206,7 +206,7 @@ class ImageMeasure(Measure[DiffusionTask]):
 
 
 def shown_output(image: np.ndarray, task: DiffusionTask | None = None) -> Image:
-    """An image (h, w, 3), or a film of the frames (K, h, w, 3) of a video, next to the image to be edited, if any."""
+    """An image (h, w, 3), or a film strip of video frames (K, h, w, 3), next to the image to be edited, if any."""
     frames = image[None] if image.ndim == 3 else image
     if task is not None and task.image is not None:
         edited = np.broadcast_to(task.image.pixels(*frames.shape[1:3]), frames.shape)

@@ -31,7 +31,7 @@ from mmrl.training.objectives import make_objective
 from mmrl.training.plan import Facts, Part, Plan, Sizes, autocast, batch_sizes, planned
 
 WORKING = 6
-"""Float32 latents per row that a loss needs at once: noise, mean, target and their differences."""
+"""Float32 latents per row that a loss keeps in memory at the same time: noise, mean, target and their differences."""
 PUBLISHED: dict[str, dict[str, Any]] = read_json_object(Path(__file__).with_name("published.json"))["models"]
 """Released pipelines by hub id: class, network, autoencoder, and text encoder parameters in billions."""
 
@@ -43,7 +43,7 @@ def footprint(config: Any, *, passes: bool = True, recipe: Any = None) -> Plan:
     Nothing depends on the data that `recipe` has read: encoders pad texts to one length.
     """
     if not isinstance(getattr(config, "model", None), PipelineConfig):
-        raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is no diffusion model")
+        raise NoPlan(f"no memory plan for the recipe '{config.recipe}', which does not train a diffusion model")
     ensure_torchvision()
     build_if_missing(config.model, "model")
     step = _StepSizes.of(config)
@@ -61,8 +61,8 @@ def _facts(model: _Model, step: _StepSizes) -> Facts:
         learn=model.learn,
         assumed=(
             f"latents {' x '.join(map(str, model.shape))}",
-            f"{step.sizes.step} {kind} a step and {times}",
-            f"the update of {step.sizes.chunk} {kind} at once",
+            f"{step.sizes.step} {kind} per step and {times}",
+            f"the update of {step.sizes.chunk} {kind} per micro-batch",
         ),
         passes=step.sizes.passes,
         act=model.encode if step.given else model.sample,
@@ -84,7 +84,7 @@ def preview(config: Any, recipe: Any) -> list[str]:
     counts = {"data": recipe.train_tasks} | {f"eval_data.{name}": tasks for name, tasks in recipe.eval_tasks.items()}
     lines = [f"{name}: {len(tasks)} {'prompts' if name != 'data' else 'tasks'}" for name, tasks in counts.items()]
     if not expanded(path).is_dir():
-        return [*lines, f"lengths of prompts are not checked: {path} is not on this machine"]
+        return [*lines, f"prompt lengths were not checked: {path} is not on this machine"]
     ensure_torchvision()
     with torch.device("meta"), quiet_transformers(), quiet_diffusers():
         family = make_family(outlined_pipeline(path, config.model.family), config.model)
@@ -261,7 +261,7 @@ def _pipeline(config: PipelineConfig) -> tuple[Any, int]:
         try:
             pipeline = outlined_pipeline(path, config.family)
         except UserError as error:
-            raise UserError(f"{error}; known without a folder: {', '.join(PUBLISHED)}") from error
+            raise UserError(f"{error}; these can be planned without a folder: {', '.join(PUBLISHED)}") from error
         kind = find_family(type(pipeline).__name__, config.family)
         encoders = [getattr(pipeline, part.encoder, None) for part in kind.text_parts]
         return pipeline, sum(w.numel() for encoder in encoders if encoder is not None for w in encoder.parameters())
@@ -282,7 +282,7 @@ def _pipeline(config: PipelineConfig) -> tuple[Any, int]:
 def _held(model: _Model) -> Iterator[Part]:
     """Averages of weights and frozen parts."""
     config = model.config
-    yield Part("averages of weights", 4 * averages_of(config) * sum(weight.numel() for weight in model.trained))
+    yield Part("weight averages", 4 * averages_of(config) * sum(weight.numel() for weight in model.trained))
     autoencoder = sum(weight.nbytes for weight in model.autoencoder.parameters())
     yield Part("autoencoder", autoencoder)
     freed = config.model.free_text_encoders

@@ -54,7 +54,7 @@ from mmrl.training.recipe import LossTerm, Passes, Recipe, Reference, Step, open
 from mmrl.training.scoring import RewardErrors, with_rewards
 
 LOGGER = logging.getLogger("mmrl")
-NOT_FINITE = "the latents, or the image that the autoencoder made of them, are not finite"
+NOT_FINITE = "the latents or the decoded image are not finite"
 
 
 class Process(Protocol):
@@ -163,7 +163,7 @@ class DiffusionDomain:
         step: Step,
         elsewhere: Elsewhere | None = None,
     ) -> Evaluation:
-        """Measure the policy, and say what training has cost so far."""
+        """Measure the policy and report the training cost so far."""
         with self.evaluating(policy), training_cost(policy, accelerator) as cost:
             measures, tasks = self.measures(policy, split, step), self.eval_tasks[split]
             found = evaluate_tasks(measures, tasks, self.config.evaluation.records, accelerator, elsewhere)
@@ -195,7 +195,7 @@ class DiffusionDomain:
 
     @classmethod
     def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
-        """Write an ordinary pipeline folder; with an evaluation average, that of the weights that were evaluated."""
+        """Write an ordinary pipeline folder; with an evaluation average, the folder of the averaged weights."""
         # the average if there is one, since that is what the reported numbers belong to
         weights = EvalAverage.folder_of(checkpoint)
         policy = load_policy(dataclasses.replace(config.model, path=str(weights), build=None))
@@ -244,7 +244,7 @@ class DiffusionDomain:
             raise UserError(f"{key}: {error}") from error
 
     def _check_columns(self) -> None:
-        """Make sure that the rewards find their columns in all prompts that they will score."""
+        """Check that all prompts have the columns that their rewards read."""
         # recipes of given images score only what evaluations draw
         trained = {"data": self.train_tasks} if isinstance(self.scoring, DiffusionConfig) else {}
         splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
@@ -257,7 +257,7 @@ class DiffusionDomain:
                 raise UserError(f"{key}: {error}") from error
 
     def check_prompts(self, encoders: TextEncoders) -> None:
-        """Refuse images that the family does not take, and leave out prompts that its tokenizers would cut."""
+        """Reject images that the family does not support, and exclude prompts that its tokenizers would truncate."""
         self._encoders = encoders
         self._check_references()
         self._leave_out_long_prompts()
@@ -273,15 +273,19 @@ class DiffusionDomain:
                 continue
             if not family.takes_image:
                 raise UserError(
-                    f"{key}: {edits[0].id} has an image, but {family.pipeline_class} takes none; leave the column out, "
-                    f"or set {key}.image_key to an empty text if only rewards read it"
+                    f"{key}: {edits[0].id} has an image, but {family.pipeline_class} does not take images; remove "
+                    f"the column, or set {key}.image_key to an empty string if only rewards read it"
                 )
             without = next((task.id for task in tasks if task.image is None), None)
             if without is not None:
-                raise UserError(f"{key}: {without} has no image, {edits[0].id} has one; give all of them one, or none")
+                raise UserError(
+                    f"{key}: {without} has no image, but {edits[0].id} has one; either all rows or none must have an "
+                    "image"
+                )
             if hidden := next((task.id for task in edits if REFERENCE in task.columns), None):
                 raise UserError(
-                    f"{key}: {hidden} has a column {REFERENCE!r}, the name of its image for rewards; rename it"
+                    f"{key}: {hidden} has a column {REFERENCE!r}, a name reserved for the image that rewards get; "
+                    "rename the column"
                 )
 
     def _leave_out_long_prompts(self) -> None:
@@ -301,7 +305,7 @@ class DiffusionDomain:
                 self.eval_tasks = {**self.eval_tasks, name: tasks}
 
     def cut_of(self, prompt: str) -> str | None:
-        """Part of a prompt that no text encoder reads, as the end of a message; None if one reads all of it."""
+        """Describe the part of a prompt that no text encoder reads; None if an encoder reads all of it."""
         cuts = self._encoders.lost(prompt)
         return None if not cuts else f"{cuts[0].tokenizer} would drop {cuts[0].text!r} of the prompt"
 
@@ -342,7 +346,7 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
         return self.process.draw(policy, tasks, self.config.trainer.samples_per_task, streams)
 
     def rollout(self, policy: DiffusionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
-        """Draw G images for each prompt; images whose latents overflowed are counted and cannot be scored."""
+        """Draw G images for each prompt; images with non-finite latents are counted and get no score."""
         average = self.sampling_average
         with nullcontext() if average is None else average.applied(policy):
             rollouts = self.draw(policy, tasks, streams, step)
@@ -356,7 +360,7 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
         return rollouts.replace(payload=payload.without_nonfinite())
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Weighted sum of the rewards; NaN, and no gradient, for a row with a failed term or without an image."""
+        """Weighted sum of the rewards; NaN, without a gradient, for a row with a failed term or no image."""
         payload = DiffusionPayload.of(rollouts)
         tasks = [payload.tasks[group] for group in rollouts.host.group.tolist()]
         result = self.score_images(tasks, payload.images, payload.finite)
@@ -368,7 +372,7 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
         return self.process.scores(policy, rollouts, self.loss_reference if "kl_ref" in outputs else None)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages of the summed reward, or with `combine: gdpo` the normalised sum of each reward's own."""
+        """Advantages of the summed reward, or with `combine: gdpo` the normalised sum of per-reward advantages."""
         if self.config.combine == "sum":
             return self.estimate(rollouts, accelerator, step)
         weights = {reward.name: reward.weight for reward in self.config.rewards}

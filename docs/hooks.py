@@ -74,7 +74,9 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     base = "" if page.file.src_uri.startswith("methods/") else "../" * depth + "methods/"
     markdown = re.sub(
         r"\]\((?:(?:\.\./)*methods/index\.md|(?:index\.md)?)#(\w+)\)",
-        lambda found: f"]({base}{found[1]}.md)" if found[1] in methods.LIBRARY and _to_methods(found[0], page) else found[0],
+        lambda found: (
+            f"]({base}{found[1]}.md)" if found[1] in methods.LIBRARY and _to_methods(found[0], page) else found[0]
+        ),
         markdown,
     )
     return OUTSIDE.sub(lambda m: m[0] if m[0].count("../") <= depth else f"{m[1]} (`{m[2]}`)", markdown)

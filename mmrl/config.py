@@ -32,12 +32,12 @@ ConfigT = TypeVar("ConfigT")
 
 
 def load_run(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RecipeEntry, Any]:
-    """Read a run's configuration with the schema of the recipe that it names."""
+    """Read a run's configuration with the schema of its recipe."""
     return _filled_run(_merge_sources(Path(path), overrides), str(path))
 
 
 def run_from_values(values: Mapping[str, Any], where: str) -> tuple[RecipeEntry, Any]:
-    """`load_run` of nested values as a file has them; a text that is to be taken as it is has to be `escaped`."""
+    """`load_run` for nested values such as a YAML file would contain; literal text must be `escaped`."""
     from omegaconf import OmegaConf
 
     return _filled_run(OmegaConf.create(dict(values)), where)
@@ -47,7 +47,7 @@ def run_from_values(values: Mapping[str, Any], where: str) -> tuple[RecipeEntry,
 def foreign_run(
     path: Path | str, overrides: Sequence[str] = (), allow: Sequence[str] = (), written: Path | None = None
 ) -> Iterator[tuple[RecipeEntry, Any]]:
-    """`load_run` of a file that somebody else may have written, such as a run's config.yaml.
+    """`load_run` for a file that someone else may have written, such as a run's config.yaml.
 
     Code that it names is refused unless a run of this user wrote the file, or `allow` or an override names it; inside
     the context nothing else is loaded. `written` is the file that the configuration is a part of, if not `path`.
@@ -66,7 +66,7 @@ def foreign_run(
 
 
 def given_values(path: Path | str, overrides: Sequence[str] = ()) -> Any:
-    """Plain values of a file and its overrides, before they are checked and without defaults."""
+    """Plain values of a file and its overrides, before validation and without defaults."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(_merge_sources(Path(path), overrides))
@@ -108,7 +108,7 @@ def from_values(schema: type[ConfigT], values: Mapping[str, Any], where: str) ->
 
 
 def escaped(values: Any) -> Any:
-    """Nested values whose texts OmegaConf reads as they are here: each `${` has a backslash before it."""
+    """Escape nested values so that OmegaConf reads their text literally: each `${` has a backslash before it."""
     if isinstance(values, dict):
         return {key: escaped(value) for key, value in values.items()}
     if isinstance(values, list | tuple):
@@ -120,7 +120,7 @@ def escaped(values: Any) -> Any:
 
 
 def as_override(key: str, value: Any) -> str:
-    """A value of a configuration file as `a.b=c`, quoted where YAML would read something else; see `escaped`."""
+    """A value of a configuration file as `a.b=c`, quoted if YAML would otherwise misread it; see `escaped`."""
     text = value if isinstance(value, str) else _flow(value)
     same = _reads_as(text) == (value,)
     return f"{key}={text if same else json.dumps(value, ensure_ascii=False)}"
@@ -249,7 +249,7 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
     stored = path.name == "config.yaml" and any((path.parent / name).exists() for name in SIGNS_OF_A_RUN)
     content = load_omega(path, renamed if stored else str)
     if not isinstance(content, DictConfig):
-        raise UserError(f"{path} holds a list; expected keys and values")
+        raise UserError(f"{path} contains a list; expected keys and values")
     if stored:
         drop_gone(content)
     try:
@@ -263,7 +263,7 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
 
 
 def load_omega(path: Path, change: Callable[[str], str] = str) -> Any:
-    """Values of a YAML file in OmegaConf's form, its text changed before; raises as `read_yaml_text` does."""
+    """Load a YAML file into OmegaConf after transforming its text; raises the same errors as `read_yaml_text`."""
     from omegaconf import OmegaConf
 
     text = change(read_yaml_text(path))
@@ -274,7 +274,8 @@ def load_omega(path: Path, change: Callable[[str], str] = str) -> Any:
 
 
 def drop_gone(stored: Any) -> None:
-    """Remove the options of earlier releases that a run has stored, at any depth; a user who sets one is told."""
+    """Remove options of earlier releases from a stored configuration, at any depth; a user who sets one gets an
+    error."""
     if not hasattr(stored, "items"):
         return
     for key, (_, neighbour) in GONE.items():
@@ -329,7 +330,7 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
 
 
 def without_fixed(defaults: Any, values: Any) -> Any:
-    """Values without options that are constants by now; raises UserError if one has another value than the constant."""
+    """Values without options that have become constants; raises UserError if one differs from its constant."""
     kept = copy.deepcopy(values)
     for part, name in list(_set_fixed(defaults, kept, "")):
         part.pop(name)
@@ -386,7 +387,9 @@ def _check_builds(values: Any, merged: Any, where: str = "") -> None:
     is_given = dataclasses.is_dataclass(OmegaConf.get_type(merged)) and values._get_node("build_options")
     # `build: null` over a base file's function keeps its options without harm
     if is_given and "build" not in values and merged.build is None:
-        raise ValueError(f"{where}build_options are set, but {where}build names no function; set it, or null")
+        raise ValueError(
+            f"{where}build_options are set, but {where}build is not; set {where}build, or set build_options to "
+            "null")
 
 
 def _references(given: Any, read: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str, Any]]:
@@ -436,8 +439,8 @@ def _is_null(part: DictConfig, key: Any) -> bool:
 
 def _refuse_null_block(key: str, kinds: Any) -> None:
     if kinds is not None and kinds.named:
-        off = f"{key}.kind: none switches it off; " if "none" in kinds.table() else ""
-        raise UserError(f"{key} is null, which says neither none nor the preset's; {off}leave it out for the preset's")
+        off = f"{key}.kind: none disables it; " if "none" in kinds.table() else ""
+        raise UserError(f"{key} is null, which is ambiguous; {off}leave it out to use the preset's value")
 
 
 def _with_inherited(schema: type[Any], values: Any) -> Any:
@@ -471,7 +474,7 @@ def _unknown_key(error: Any, structured: Any) -> str:
     # the same name elsewhere in this configuration is the likeliest mistake
     same_name = [f"{part}.{key}" for part in structured if _exists(structured, f"{part}.{key}")]
     if key in GONE and GONE[key][1] in known:
-        return f"the option '{full_key}' is gone: {GONE[key][0]}; leave it out"
+        return f"the option '{full_key}' was removed: {GONE[key][0]}; leave it out"
     # names of TRL and transformers
     if there and _exists(structured, there):
         hint = f"that is {there} here{remark}; "
@@ -508,8 +511,8 @@ def _wrong_type(error: Exception, structured: Any, key: str) -> str:
     if named is not None:
         return f"expected keys and values of {named[2]}, got the {named[1]} {str(error).splitlines()[0].split()[-1]!r}"
     if isinstance(default, str) and "'None'" in str(error):
-        hint = """an empty text is "''" on the command line and '' in a file"""
-        return f"nothing is given; {hint} (default: {default!r})"
+        hint = """write an empty text as "''" on the command line and '' in a file"""
+        return f"the value is empty; {hint} (default: {default!r})"
     return f"{_first_line(error)}{'' if default is None else f' (default: {default!r})'}"
 
 
@@ -534,8 +537,8 @@ def _first_line(error: Exception) -> str:
 
 NAMES_ELSEWHERE: dict[str, tuple[str, str]] = {
     "lr": ("trainer.learning_rate", ""),
-    "gradient_accumulation_steps": ("trainer.micro_batch", ", the rows that fit into memory at once"),
-    "per_device_train_batch_size": ("trainer.micro_batch", ", the rows that fit into memory at once"),
+    "gradient_accumulation_steps": ("trainer.micro_batch", ", the number of rows that fit into memory at a time"),
+    "per_device_train_batch_size": ("trainer.micro_batch", ", the number of rows that fit into memory at a time"),
     "num_generations": ("trainer.samples_per_task", ""),
     "num_iterations": ("trainer.epochs", ""),
     "max_steps": ("trainer.steps", ""),
@@ -561,10 +564,10 @@ NAMES_ELSEWHERE: dict[str, tuple[str, str]] = {
     "scale_rewards": ("objective.advantage", ": {kind: ...}"),
     "importance_sampling_level": ("objective.ratio", ": {kind: ...}"),
 }
-"""Options of TRL and transformers that have another name here: the key, and a remark."""
+"""Options of TRL and transformers that have a different name here, with the key and a remark."""
 
-ONE_ENGINE = "every model is read through its own transformers modules"
+ONE_ENGINE = "every model is loaded through its own transformers modules"
 GONE: dict[str, tuple[str, str]] = {"lane": (ONE_ENGINE, "path"), "lean": (ONE_ENGINE, "max_new_tokens")}
-"""Options of release 0.2 that no longer exist: the reason, and an option of the same part."""
+"""Options of release 0.2 that no longer exist, with the reason and another option of the same part."""
 SIGNS_OF_A_RUN = ("checkpoints", "metrics.jsonl", "evaluations.jsonl", "run.lock")
 """Names next to the config.yaml of a run."""

@@ -20,7 +20,7 @@ MOVED = Path(__file__).resolve().with_name("workers") / "moved.json"
 def lazy_names(
     package: str, homes: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Build `__getattr__`, `__dir__` and `__all__` of a package that gives out names without importing their modules.
+    """Build `__getattr__`, `__dir__` and `__all__` of a package that exports names without importing their modules.
 
     __getattr__, __dir__, __all__ = lazy_names(__name__, {"package.module": ("Name", "function")})
     """
@@ -50,14 +50,14 @@ class _Later(ModuleType):
 
 
 def import_later(name: str) -> None:
-    """Let `import name` put the import off until the module is first asked for something."""
+    """Make `import name` lazy: the module is imported on first attribute access."""
     if name not in sys.modules:
         sys.modules[name] = later = _Later(name)
         later.__spec__ = PathFinder.find_spec(name)
 
 
 def renamed(stored: str) -> str:
-    """A stored configuration in which `module:function` has the module's present name."""
+    """A stored configuration in which `module:function` uses the module's current name."""
     for old, new in json.loads(MOVED.read_text(encoding="utf-8")).items():
         if old in stored:
             stored = re.sub(rf"(?<![\w./]){re.escape(old)}(?=:[A-Za-z_])", new, stored)
@@ -65,7 +65,7 @@ def renamed(stored: str) -> str:
 
 
 class Paper(NamedTuple):
-    """A paper of which the suite has something."""
+    """A paper that the suite implements at least in part."""
 
     name: str
     """Its usual name."""
@@ -74,17 +74,17 @@ class Paper(NamedTuple):
     names: tuple[str, ...] = ()
     """Other names."""
     code: str = ""
-    """`module:name` of a paper without a row or recipe of its own."""
+    """`module:name` of a paper without its own row or recipe."""
     source: str = ""
-    """Citation of such a paper; others have that of their row or recipe."""
+    """Citation of a paper given by `code`; other papers use the citation of their row or recipe."""
     page: str = ""
-    """Place in docs/ where the paper is described, if `found` does not tell."""
+    """Page in docs/ that describes the paper, if `found` does not determine it."""
     lacking: str = ""
-    """Parts of the paper that the suite lacks; empty for a whole one."""
+    """Parts of the paper that the suite lacks; empty if it is complete."""
 
 
 class Omitted(NamedTuple):
-    """A paper that the suite has nothing of."""
+    """A paper that the suite does not implement."""
 
     name: str
     about: str
@@ -108,11 +108,11 @@ class RecipeEntry:
     citation: str
     """Paper or source."""
     supervised: bool = False
-    """Whether it learns from given answers (`mmrl sft`) rather than from rewards."""
+    """Whether it learns from reference answers (`mmrl sft`) instead of rewards."""
     trains: bool = True
     """False for a row of EVALUATIONS, which only `mmrl evaluate` takes."""
     preset: str = ""
-    """`module:function` that returns a configuration with other defaults than the dataclass's own."""
+    """`module:function` that returns a configuration whose defaults differ from the dataclass's."""
 
     def load_recipe_class(self) -> type[Any]:
         """Import the module and return the recipe class."""

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 
 class UserError(Exception):
-    """A mistake in a command, configuration or input; the message names the culprit and the allowed values."""
+    """A mistake in a command, configuration or input; the message states the culprit and the allowed values."""
 
 
 class ConfigError(UserError, ValueError):
@@ -18,7 +18,7 @@ class NoPlan(UserError):  # noqa: N818 - a dry run says it and goes on
 
 
 class RunError(Exception):
-    """A run that could not continue; the message names the cause and where the evidence was saved."""
+    """A run that could not continue; the message states the cause and where the evidence was saved."""
 
 
 class PeerLostError(RunError):
@@ -44,4 +44,4 @@ def require_packages(what: str, names: Sequence[str], extra: str) -> None:
     """Check that packages of an extra are installed, before any work starts."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
-        raise UserError(f"{what} needs {' and '.join(missing)}, not installed here: pip install 'mmrl-suite[{extra}]'")
+        raise UserError(f"{what} needs {' and '.join(missing)}, which is not installed: pip install 'mmrl-suite[{extra}]'")

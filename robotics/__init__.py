@@ -1,4 +1,4 @@
-"""Robots: simulation, vision-language-action policies and their training from their own successes.
+"""Robots: simulation, vision-language-action policies, and training from the policies' own successes.
 
     from robotics import RobotGrpoConfig, TabletopBatch, train_robot
 

@@ -1,4 +1,4 @@
-"""Recipes and metrics of robots; loads none of the modules that it names."""
+"""Recipes and metrics of robots; does not import the modules it refers to."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ RECIPES = (
     RecipeEntry(
         "flow3d",
         "robotics.flow3d.methods.flow3d_recipe:Flow3dRecipe:Flow3dConfig",
-        "a world model of 3D flow, which predicts how the points of an object will move",
+        "a 3D-flow world model that predicts how the points of an object will move",
         "3DFlowAction, arXiv 2506.06199",
         supervised=True,
     ),
     RecipeEntry(
         "flow3d_awm",
         "robotics.flow3d.methods.awm:Flow3dAwmRecipe:Flow3dAwmConfig",
-        "a world model of 3D flow fine-tuned on a verifier's verdict, with the loss of AWM",
+        "a 3D-flow world model fine-tuned on a verifier's verdicts with the AWM loss",
         "Xue et al., AWM, arXiv 2509.25050, on 3DFlowAction, arXiv 2506.06199",
     ),
     RecipeEntry(
@@ -28,7 +28,7 @@ RECIPES = (
     RecipeEntry(
         "robot_grpo",
         "robotics.methods.grpo:RobotGrpoRecipe:RobotGrpoConfig",
-        "GRPO on episodes with success, a hand-written reward, or progress along a predicted 3D flow",
+        "GRPO on episodes rewarded by success, a hand-written reward, or progress along a predicted 3D flow",
         "SimpleVLA-RL, arXiv 2509.09674",
     ),
     RecipeEntry(
@@ -40,7 +40,7 @@ RECIPES = (
     RecipeEntry(
         "robot_distil",
         "robotics.methods.distillation:RobotDistilRecipe:RobotDistilConfig",
-        "distillation of a robot policy from a larger or an earlier one, in the states that it reaches itself (OPD)",
+        "distillation of a robot policy from a larger or earlier one, in states that the student itself reaches (OPD)",
         "Thinking Machines, on-policy distillation (2025); RLinf, OPD",
     ),
     RecipeEntry(
@@ -54,7 +54,7 @@ EVALUATIONS = (
     RecipeEntry(
         "flow3d_eval",
         "robotics.flow3d.closed_loop.closed_loop_recipe:Flow3dEvaluation:Flow3dEvaluationConfig",
-        "a world model of 3D flow in closed loop, on arms, objects and backgrounds it has and has not seen",
+        "closed-loop evaluation of a 3D-flow world model on seen and unseen arms, objects and backgrounds",
         "3DFlowAction, arXiv 2506.06199",
         trains=False,
     ),
@@ -62,59 +62,80 @@ EVALUATIONS = (
 PLAN = "robotics.robot_plan:footprint"
 """Function for `mmrl train --dry-run`."""
 BUILDS_ON = "diffusion"
-"""Package whose metrics the recipes have too."""
+"""Package whose metrics these recipes also report."""
 
 METRICS = {
-    "time/teacher_logp": "Seconds of the teacher's pass over the step's rows before the update.",
-    "policy/entropy": "Mean entropy of the policy at the actions, or flows, of the update's groups, in nats.",
-    "loss/distillation": "Exact divergence from the teacher, weight included.",
+    "time/teacher_logp": "Seconds for the teacher's forward pass over the step's rows before the update.",
+    "policy/entropy": "Mean entropy of the policy at the actions (or flows) of the groups in the update, in nats.",
+    "loss/distillation": "Exact divergence from the teacher, multiplied by its weight.",
     "distil/divergence": "Mean exact divergence from the teacher, in nats per decision.",
-    "distil/kl_sampled": "Mean logp - logp_teacher on the policy's own samples: its KL to the teacher, in nats.",
+    "distil/kl_sampled": (
+        "Mean of logp - logp_teacher on the policy's own samples, which estimates its KL to the teacher, in nats."
+    ),
     "accuracy/within_5cm": "Fraction of predicted 3D flow points, over all frames, within 5 cm of the true ones.",
-    "accuracy/language_swap": "Fraction of other instructions for a scene whose predicted flow follows them.",
+    "accuracy/language_swap": "Fraction of alternative instructions for a scene that the predicted flow follows.",
     "flow/ade_cm": "Mean distance between predicted and true points of 3D flow over all frames, in centimetres.",
     "flow/fde_cm": "Mean distance between predicted and true points of 3D flow in the last frame, in centimetres.",
     "flow/ade_visible_cm": "Mean distance between predicted and true points while they are visible, in centimetres.",
-    "flow/fde_visible_cm": "Mean distance of the points that are visible in the last frame, in centimetres.",
-    "flow/best_ade_cm": "Mean distance over all frames of the nearest of several predictions, in centimetres.",
+    "flow/fde_visible_cm": (
+        "Mean distance between predicted and true points that are visible in the last frame, in centimetres."
+    ),
+    "flow/best_ade_cm": "Mean distance over all frames of the best of several predictions, in centimetres.",
     "flow/zero_motion_ade_cm": "Mean distance over all frames if nothing moved, in centimetres.",
     "flow/zero_motion_fde_cm": "Mean distance in the last frame if nothing moved, in centimetres.",
     "flow/rotation_deg": "Median angle between the predicted and the true rotation of the object, in degrees.",
-    "data/clips": "Training clips of 3D flow.",
-    "verifier/precision": "Fraction of accepted predictions that end with the task done, by the simulator's check.",
-    "verifier/recall": "Fraction of predictions ending with the task done that the verifier accepts.",
+    "data/clips": "Number of training clips of 3D flow.",
+    "verifier/precision": "Fraction of accepted predictions that solve the task, according to the simulator.",
+    "verifier/recall": "Fraction of predictions that solve the task which the verifier accepts.",
     "verifier/accepts": "Fraction of predictions that the verifier accepts.",
-    "verifier/judged": "Predictions that the verifier judged.",
+    "verifier/judged": "Number of predictions that the verifier judged.",
     "plan/tries": "Mean number of predictions per episode.",
-    "plan/ended/<reason>": "Episodes that the planner ended early, by reason.",
-    "accuracy/<verifier>": "Fraction of guessed flows that a verifier accepts.",
-    "score/<verifier>": "Mean score that a verifier gives to guessed flows.",
-    "time/verify": "Seconds of judging guessed flows.",
+    "plan/ended/<reason>": "Number of episodes that the planner ended early, by reason.",
+    "accuracy/<verifier>": "Fraction of sampled flows that a verifier accepts.",
+    "score/<verifier>": "Mean score that a verifier gives to sampled flows.",
+    "time/verify": "Seconds spent judging sampled flows.",
     "success/<greedy_swapped|sampled_swapped>": "Fraction of successful episodes when shown another episode's images.",
-    "success/<greedy_swapped|sampled_swapped>/<task>": "Fraction of successes on one task, shown other images.",
+    "success/<greedy_swapped|sampled_swapped>/<task>": (
+        "Fraction of successful episodes on one task when shown another episode's images."
+    ),
     "success/closed_loop": "Fraction of episodes in which a plan made from the predicted flow succeeds.",
-    "success/of_families": "Plain mean of the success of the kinds of task: place, pour, insert, drawer.",
-    "episode/steps": "Mean number of control steps of the step's episodes.",
-    "episode/steps_to_success/<greedy|sampled>": "Mean number of control steps of the evaluation's successes.",
-    "episode/failed/<greedy|sampled|closed_loop>": "Evaluation episodes without a result: their environment broke.",
-    "episode/steps_to_success/<greedy_swapped|sampled_swapped>": "Mean control steps of successes, shown other images.",
-    "episode/failed/<greedy_swapped|sampled_swapped>": "Episodes without a result, shown other images.",
-    "sim/episodes_failed": "Training episodes without a result so far; each took its group out of a step.",
+    "success/of_families": "Unweighted mean success over the kinds of task: place, pour, insert, drawer.",
+    "episode/steps": "Mean number of control steps in the episodes of the step.",
+    "episode/steps_to_success/<greedy|sampled>": (
+        "Mean number of control steps in the evaluation's successful episodes."
+    ),
+    "episode/failed/<greedy|sampled|closed_loop>": (
+        "Number of evaluation episodes without a result because their environment failed."
+    ),
+    "episode/steps_to_success/<greedy_swapped|sampled_swapped>": (
+        "Mean number of control steps in successful episodes when shown another episode's images."
+    ),
+    "episode/failed/<greedy_swapped|sampled_swapped>": (
+        "Number of episodes without a result when shown another episode's images."
+    ),
+    "sim/episodes_failed": (
+        "Number of training episodes without a result so far; the whole group of such an episode is skipped."
+    ),
     "srpo/clusters": "Mean number of clusters among the successes of a task or initial state.",
-    "srpo/noise_fraction": "Fraction of the successes outside all clusters.",
+    "srpo/noise_fraction": "Fraction of successes that belong to no cluster.",
     "srpo/tasks_without_reference": "Fraction of the step's tasks or initial states with no success to compare with.",
-    "srpo/tasks_with_fallback": "Fraction of the step's initial states that borrow the successes of others.",
-    "srpo/agreement": "Spearman's rank correlation of the reward with the simulator's own, over failures of one start.",
-    "srpo/advantage_correlation": "Correlation of the advantages with those that the simulator's reward would give.",
-    "srpo/invalid_latents": "Episodes so far that could not be embedded; they are not trained on.",
-    "time/latents": "Seconds of embedding episodes.",
-    "time/flow": "Seconds of predicting flows and comparing episodes with them.",
-    "flow/agreement": "Spearman's rank correlation of the flow reward with the simulator's own, over failures.",
-    "flow/failed_predictions": "Initial states so far for which no flow could be predicted; they are not trained on.",
-    "flow/failed_tracks": "Episodes so far whose object was lost by the tracker; they are not trained on.",
+    "srpo/tasks_with_fallback": "Fraction of the step's initial states that use the successes of other initial states.",
+    "srpo/agreement": (
+        "Spearman rank correlation of the reward with the simulator's own, over failures from the same initial "
+        "state."
+    ),
+    "srpo/advantage_correlation": "Correlation of the advantages with those from the simulator's own reward.",
+    "srpo/invalid_latents": "Number of episodes so far that could not be embedded; they are not trained on.",
+    "time/latents": "Seconds spent embedding episodes.",
+    "time/flow": "Seconds spent predicting flows and comparing episodes with them.",
+    "flow/agreement": "Spearman rank correlation of the flow reward with the simulator's own, over failures.",
+    "flow/failed_predictions": (
+        "Number of initial states so far for which no flow could be predicted; they are not trained on."
+    ),
+    "flow/failed_tracks": "Number of episodes so far in which the tracker lost the object; they are not trained on.",
     "bc/loss": "Loss of behaviour cloning.",
-    "bc/token_accuracy": "Fraction of action tokens for which the demonstrated value is the most likely one.",
-    "bc/action_error": "Mean distance of the most likely action to the demonstrated one, in -1..1.",
-    "bc/std": "Mean standard deviation of a Gaussian action head, in -1..1.",
-    "data/transitions": "Transitions of the demonstrations.",
+    "bc/token_accuracy": "Fraction of action tokens whose demonstrated value is the most likely one.",
+    "bc/action_error": "Mean distance between the most likely and the demonstrated action, on the scale -1..1.",
+    "bc/std": "Mean standard deviation of a Gaussian action head, on the scale -1..1.",
+    "data/transitions": "Number of transitions in the demonstrations.",
 }

@@ -61,8 +61,11 @@ def refreshed(text: str, where: str = "document") -> str:
     opened, closed = text.count("<!-- generated:"), len(MARKED.findall(text))
     if opened != closed:
         raise UserError(f"{where}: {opened} marks `<!-- generated: NAME -->`, but {closed} have an `<!-- end -->`")
-    base = "](docs/" if re.fullmatch(r"docs/[^/]+", where) else "]("  # tables link from the project's folder
-    return MARKED.sub(lambda found: f"{found['head']}{table(found['name']).replace(base, '](')}{found['end']}", text)
+    depth = where.count("/")  # tables link from the project's folder
+    base = "../" * (depth - 1) if where.startswith("docs/") else "docs/"
+    return MARKED.sub(
+        lambda found: f"{found['head']}{table(found['name']).replace('](docs/', f']({base}')}{found['end']}", text
+    )
 
 
 def table(name: str) -> str:

@@ -1,7 +1,7 @@
 """One page for each method of the library, and the table that leads to them.
 
-A method is an objective, a recipe, or both under one name. The site builds the pages (docs/hooks.py); the table stands in
-docs/methods/index.md, and that of contrib in docs/contrib.md.
+A method is an objective, a recipe, or both under one name. The site builds the pages (docs/hooks.py), and
+docs/methods/index.md has the table.
 """
 
 from __future__ import annotations
@@ -57,18 +57,16 @@ def _files() -> Mapping[str, list[str]]:
 
 
 def part(which: str) -> str:
-    """What a page asks for: the methods of the library or of contrib, or how many have which verdict."""
-    return counts() if which == "counts" else table(which)
+    """What a page asks for: the table of the library, or how many methods have which verdict."""
+    return counts() if which == "counts" else table()
 
 
-def table(which: str = "library") -> str:
+def table() -> str:
     """One row a method: name, kind, tasks, data, what was found here, paper."""
     rows = [
         (f"[`{name}`](#{name})", kind(name), ", ".join(tasks(name)), data(name), "; ".join(verdicts(name)), paper(name))
-        for name in (LIBRARY if which == "library" else CONTRIB)
+        for name in LIBRARY
     ]
-    if which != "library":
-        rows = [(name.split("`")[1].join("``"), *rest) for name, *rest in rows]
     return markdown_table(("method", "kind", "trains", "learns from", "found here", "paper"), rows)
 
 
@@ -145,7 +143,9 @@ def page(name: str) -> str:
     if row is not None:
         parts.append(f"\n## Formula\n\n{formula(row.describe())}\n\n")
         if isinstance(row, Objective):
-            parts.append("A<sub>it</sub> is the advantage of decision t of sample i, r<sub>it</sub> the importance ratio. ")
+            parts.append(
+                "A<sub>it</sub> is the advantage of decision t of sample i, r<sub>it</sub> the importance ratio. "
+            )
         sources = [(f"`{key}`", f"`{block}`", source) for key, block, source in part_sources(row)]
         parts.append("Its blocks, each of which [a configuration can replace](../blocks.md):\n\n")
         parts.append(markdown_table(("part", "block", "source"), sources))

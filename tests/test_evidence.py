@@ -1,4 +1,4 @@
-"""The page of evidence names everything, and its numbers are those of the pages of results."""
+"""Pages of methods and results: everything has one, and their numbers are those of the experiments."""
 
 import re
 from pathlib import Path
@@ -7,28 +7,44 @@ import pytest
 
 from mmrl.cli.explain import GOLDEN, GOLDEN_OF, ROWS
 from mmrl.comparison.reproduce import evidence_of, measured
-from mmrl.recipes import all_recipes
+from mmrl.core.catalogue import CATALOGUE, PREFERENCES
+from mmrl.recipes import RECIPES, all_recipes
+from tests.pages import read_page
+from tests.scripts import methods
 
 PROJECT = Path(__file__).resolve().parent.parent
 RESULTS = PROJECT / "docs" / "results"
-PAGE = (PROJECT / "docs" / "evidence.md").read_text(encoding="utf-8")
 KNOWN = measured()
 
 
-def section(title):
-    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+def test_the_table_has_every_method_of_the_library_and_links_to_its_page():
+    rows = read_page("docs/methods/index.md").table("All methods")
+    names = [re.fullmatch(r"\[`(\w+)`\]\(#(\w+)\)", row[0]).groups() for row in rows]
+    assert [name for name, _ in names] == [anchor for _, anchor in names] == list(methods.LIBRARY)
+    assert set(methods.LIBRARY) == {*CATALOGUE, *PREFERENCES, *RECIPES}
+    for row in rows:
+        assert all(cell for cell in row), row
 
 
-@pytest.mark.parametrize(("title", "names"), [("Objectives", ROWS), ("Recipes", all_recipes())])
-def test_everything_has_a_row_with_its_promise_its_code_and_a_verdict(title, names):
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section(title), re.MULTILINE))
-    assert list(rows) == [*dict.fromkeys(rows)]
-    assert rows.keys() == names.keys()
-    for name, text in rows.items():
-        cells = re.split(r" (?<!\\)\| ", text)
-        assert all(cells[:4]), name  # paper, promise, code, numbers
-        assert re.fullmatch(r"\[[\w/]+\.py\]\(\.\./[\w/]+\.py\) \d+( \+ \d+)?", cells[2]), name
-        assert re.fullmatch(r"not measured|(\[[a-z ]+\]\(results/\w+\.md\)(; )?)+", cells[-1]), name
+@pytest.mark.parametrize("name", methods.LIBRARY)
+def test_a_method_has_a_page_with_its_formula_configuration_results_and_sources(name):
+    text = methods.page(name)
+    assert re.match(rf"# .*: `{name}`\n", text)
+    for title in ("When to use it", "Configuration", "Results", "How it was checked"):
+        found = re.search(rf"^## {title}\n\n(.+?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+        assert found is not None, title
+        assert len(found[1].split()) > 3, title
+    assert ("## Formula" in text) == (name in ROWS)
+    for page in re.findall(r"\]\(\.\./results/(\w+)\.md", text):
+        assert page == "index" or (RESULTS / f"{page}.md").is_file()
+
+
+def test_formulas_are_typeset():
+    line = "x: paper\n  A_it = (R_i - mean_g R) / (std_g R + 1e-06)^2, where logp_old_it >= 0"
+    assert methods.formula(line) == (
+        '<div class="formula"><i>A</i><sub>it</sub> = (<i>R</i><sub>i</sub> − mean<sub>g</sub> <i>R</i>) / '
+        "(std<sub>g</sub> <i>R</i> + 10<sup>−6</sup>)<sup>2</sup>, where log π<sub>old, it</sub> ≥ 0</div>"
+    )
 
 
 def test_every_objective_has_a_promise_of_one_line():
@@ -38,8 +54,8 @@ def test_every_objective_has_a_promise_of_one_line():
 
 
 def test_every_page_of_results_is_reached():
-    linked = set(re.findall(r"\]\(results/(\w+)\.md", PAGE))
-    assert {path.stem for path in RESULTS.glob("*.md")} == linked
+    linked = {link.partition(".md")[0] for link in read_page("docs/results/index.md").links}
+    assert {path.stem for path in RESULTS.glob("*.md")} - {"index"} <= linked
 
 
 @pytest.mark.parametrize("name", KNOWN)

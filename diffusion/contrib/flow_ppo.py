@@ -48,7 +48,7 @@ def _objective() -> ObjectiveConfig:
 
 @dataclass
 class FlowPpoConfig(TrajectoryParts, DiffusionConfig):
-    """A PPO run with a critic on latents."""
+    """A PPO run with a critic of the latents."""
 
     compares_samples: ClassVar[bool] = False
     shaping: ShapingConfig = rare(field(default_factory=ShapingConfig))
@@ -62,18 +62,24 @@ class FlowPpoConfig(TrajectoryParts, DiffusionConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         if self.shaping.kind == "group_z":
-            raise ValueError("shaping.kind is 'group_z', but here the critic is the baseline; use another kind")
+            raise ValueError(
+                "shaping.kind is 'group_z', but the critic already provides the baseline; use another kind"
+            )
         if not self.critic.enabled:
-            raise ValueError("critic.enabled is false, but Flow-PPO's advantages come from the critic; leave it true")
+            raise ValueError("critic.enabled is false, but Flow-PPO's advantages come from the critic; set it to true")
 
     def check_objective(self) -> None:
         """Reject an objective that cannot use this critic; raises ValueError."""
         objective = make_objective(self.objective)
         check_objective(objective, (*self.scored, "values", "separate_critic"), None, [r.name for r in self.rewards])
         if "truncation" in self.objective.advantage:
-            raise ValueError("objective.advantage.truncation is for episodes that a time limit ends; leave it out")
+            raise ValueError(
+                "objective.advantage.truncation only applies to episodes cut off by a time limit; leave it out"
+            )
         if not objective.needs_values:
-            raise ValueError(f"objective.advantage is '{objective.advantage.kind}', which asks no critic; use gae")
+            raise ValueError(
+                f"objective.advantage is '{objective.advantage.kind}', which does not use the critic; use gae"
+            )
         if "separate_critic" not in objective.needs:
             raise ValueError("objective.value must be of kind 'separate': the critic has a separate optimiser")
 

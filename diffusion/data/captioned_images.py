@@ -1,4 +1,4 @@
-"""Captioned images to pre-train on: made by a function, or a user's own files."""
+"""Captioned images for pre-training, from a build function or your own files."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class CaptionedImage:
     """One image, read when it is needed."""
 
     id: str
-    """Place in the data."""
+    """Position in the data."""
     caption: str
-    """Its text."""
+    """The caption."""
     read: Callable[[], NDArray[np.uint8]]
-    """Gives RGB uint8 (h, w, 3), of a video (F, h, w, 3)."""
+    """Returns RGB uint8 (h, w, 3), or (F, h, w, 3) for a video."""
 
 
 @dataclass
@@ -43,10 +43,10 @@ class ImageDataConfig(BuiltPath):
     """Location of the captioned images."""
 
     path: str = MISSING
-    """A .npz file with `images` uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos, and `captions`; or a .jsonl file with
-    the columns image (a path, relative to the file) and prompt."""
+    """A .npz file with `images` uint8 (N, h, w, 3), or (N, F, h, w, 3) for videos, and `captions`; or a .jsonl file
+    with the columns image (a path relative to the file) and prompt."""
     max_image_pixels: int = rare(image_pixels_option())
-    """Largest image in pixels, checked by its header before it is decoded."""
+    """Maximum number of pixels of an image, checked in the file header before decoding."""
 
 
 def write_images(path: Path | str, images: NDArray[np.uint8], captions: Sequence[str]) -> Path:
@@ -72,7 +72,7 @@ def write_images(path: Path | str, images: NDArray[np.uint8], captions: Sequence
 
 
 def load_images(config: ImageDataConfig) -> list[CaptionedImage]:
-    """Read which images there are.
+    """List the available images.
 
     Args:
         config: where they are.
@@ -86,7 +86,7 @@ def load_images(config: ImageDataConfig) -> list[CaptionedImage]:
     path = readable(config, "images")
     found = _read_packed(path, config) if path.suffix == PACKED else _read_list(path, config)
     if not found:
-        raise UserError(f"{path} holds no images")
+        raise UserError(f"{path} contains no images")
     return found
 
 
@@ -102,7 +102,7 @@ def _read_packed(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
 def read_arrays(
     path: Path, sides: Sequence[str], numbers: Sequence[str], content: str, max_pixels: int, key: str
 ) -> dict[str, NDArray[Any]]:
-    """Read captions, images and any numbers of a .npz file; sizes are checked before memory is taken for them.
+    """Read captions, images and any numbers from a .npz file; sizes are checked before memory is allocated.
 
     `sides` names the arrays of images uint8 (N, h, w, 3), `numbers` those of N numbers that may be there; `content` and
     the option's section `key` are for messages.
@@ -113,7 +113,7 @@ def read_arrays(
             known = [name for name in numbers if f"{name}.npy" in packed.namelist()]
             heads = {name: _array_header(packed, f"{name}.npy") for name in (*sides, "captions", *known)}
     except Exception as error:  # zipfile, zlib and the parser of NumPy's headers each raise their own kinds
-        raise UserError(f"{path} is no file of {content}: {error}") from error
+        raise UserError(f"{path} is not a valid file of {content}: {error}") from error
     shape = heads[sides[0]][0]
     fits = len(shape) in (4, 5) and shape[-1] == 3 and all(heads[name] == (shape, np.uint8) for name in sides)
     if (
@@ -133,7 +133,7 @@ def read_arrays(
         with np.load(path, allow_pickle=False) as data:
             return {name: data[name] for name in heads}
     except (OSError, EOFError, ValueError, KeyError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path} is no file of {content}: {error or type(error).__name__}") from error
+        raise UserError(f"{path} is not a valid file of {content}: {error or type(error).__name__}") from error
 
 
 def _array_header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], np.dtype[Any]]:
@@ -145,29 +145,29 @@ def _array_header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], 
         stored = packed.getinfo(name).file_size - content.tell()
     # a header may claim more than is stored, and np.load would take memory for it first
     if dtype.hasobject or math.prod(shape) * dtype.itemsize != stored:
-        raise ValueError(f"{name} says {dtype} {shape}, but has {stored} bytes")
+        raise ValueError(f"{name} declares {dtype} {shape}, but contains {stored} bytes")
     return shape, dtype
 
 
 def readable(config: Any, key: str) -> Path:
-    """The file of a configuration with `path` and `build`, built where it is missing; `key` is the option's section."""
+    """The file of a configuration with `path` and `build`, built if it is missing; `key` is the option's section."""
     path = built_path(config, key, "a .npz or .jsonl file")
     if not is_file(path):
-        raise UserError(f"{key}.path: no such file: {path}")
+        raise UserError(f"{key}.path: file not found: {path}")
     return path
 
 
 def read_list(path: Path) -> Iterator[DataRow]:
-    """The good rows of a list of image files; raises UserError at a bad one."""
+    """The rows of a list of image files; raises UserError at the first invalid one."""
     if path.suffix.lower() not in (LINES, *READERS):
-        raise UserError(f"{path}: unknown extension {path.suffix!r}; give a .npz or .jsonl file")
+        raise UserError(f"{path}: unsupported extension {path.suffix!r}; use a .npz or .jsonl file")
     return good_rows(str(path))
 
 
 def check_caption(place: str, caption: str) -> None:
-    """Refuse a caption that is no text or too long; raises UserError."""
+    """Reject a caption that is not valid text or is too long; raises UserError."""
     if not is_text(caption):
-        raise UserError(f"{place}: the caption holds a NUL or half of a surrogate pair, which is no text")
+        raise UserError(f"{place}: the caption contains a NUL or half of a surrogate pair, so it is not valid text")
     if len(caption) > MAX_PROMPT_CHARS:
         raise UserError(f"{place}: the caption has {len(caption)} characters, more than {MAX_PROMPT_CHARS}")
 
@@ -178,18 +178,20 @@ def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
         image, caption = row.cells.get("image"), row.cells.get("prompt")
         if not isinstance(image, str) or not isinstance(caption, str):
             columns = ", ".join(row.cells)
-            raise UserError(f"{row.place}: expected an object with the texts image and prompt, it has {columns}")
+            raise UserError(
+                f"{row.place}: expected an object with the text fields image and prompt, but it has {columns}"
+            )
         check_caption(row.place, caption)
         file = path.parent / image
         if not is_file(file):
-            raise UserError(f"{row.place}: no such image: {file}")
+            raise UserError(f"{row.place}: image not found: {file}")
         found.append(CaptionedImage(row.place, caption, ImageFile(file, config.max_image_pixels)))
     return found
 
 
 @dataclass(frozen=True)
 class PackedImage:
-    """An image or video of an array of them."""
+    """One image or video from an array."""
 
     images: NDArray[np.uint8]
     row: int
@@ -202,13 +204,13 @@ class PackedImage:
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image file, opened when it is called."""
+    """An image file, opened when called."""
 
     path: Path
     max_pixels: int
 
     def __call__(self) -> NDArray[np.uint8]:
-        """RGB uint8 (h, w, 3); raises UserError where the file cannot be read."""
+        """RGB uint8 (h, w, 3); raises UserError if the file cannot be read."""
         try:
             content = read_image_file(self.path, self.max_pixels)
             return np.asarray(to_rgb(decode_image(content, self.max_pixels, "images.max_image_pixels")))

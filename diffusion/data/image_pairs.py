@@ -1,4 +1,4 @@
-"""Pairs of a preferred and a rejected image for one caption, from files or a build function.
+"""Pairs of a preferred and a rejected image for the same caption, from files or a build function.
 
 The columns are those of TRL's preference data, with images as chosen and rejected, and optionally score_chosen and
 score_rejected (of a reward model) and text_quality (of the caption).
@@ -33,24 +33,24 @@ from mmrl.hub.images import image_pixels_option
 from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows
 
 NUMBERS = ("score_chosen", "score_rejected", "text_quality")
-"""Columns of numbers that a pair may have."""
+"""Optional numeric columns of a pair."""
 SIDES = ("chosen", "rejected")
 
 
 @dataclass(frozen=True)
 class ImagePair:
-    """Two images of one caption, read when they are needed."""
+    """Two images of the same caption, read when needed."""
 
     id: str
     """File and row, for messages."""
     caption: str
-    """The text of both."""
+    """The caption of both images."""
     chosen: Callable[[], NDArray[np.uint8]]
-    """Gives the preferred image, RGB uint8 (h, w, 3)."""
+    """Returns the preferred image, RGB uint8 (h, w, 3)."""
     rejected: Callable[[], NDArray[np.uint8]]
-    """Gives the rejected one."""
+    """Returns the rejected image."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Values of the columns of `NUMBERS` that the data has."""
+    """Values of those `NUMBERS` columns that are in the data."""
 
     def read(self) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
         """The preferred and the rejected image; a resume compares them to notice changed data."""
@@ -62,13 +62,14 @@ class ImagePairConfig(BuiltPath):
     """Location of the pairs."""
 
     path: str = MISSING
-    """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3), or (N, F, h, w, 3) of videos,
-    and optionally the numbers score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file whose
-    columns prompt, chosen and rejected name image files beside it."""
+    """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3), or (N, F, h, w, 3) for videos,
+    and optionally the numbers score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file with
+    the columns prompt, chosen and rejected, where the images are paths relative to the file."""
     max_image_pixels: int = rare(image_pixels_option())
-    """Largest image in pixels, checked by its header before it is decoded."""
+    """Maximum number of pixels of an image, checked in the file header before decoding."""
     on_bad_row: str = rare(choice("error", BAD_ROWS))
-    """A pair with equal or missing images: error stops the run, skip leaves it out and counts it."""
+    """What to do with a pair whose images are identical or missing: error stops the run; skip excludes and counts
+    it."""
 
 
 def write_pairs(
@@ -106,7 +107,7 @@ def write_pairs(
 
 
 def load_pairs(config: ImagePairConfig) -> LoadedRows[ImagePair]:
-    """Read which pairs there are.
+    """List the available pairs.
 
     Args:
         config: where they are.
@@ -142,15 +143,15 @@ def _packed_pair(row: int, arrays: Mapping[str, NDArray[Any]], path: Path) -> Im
 def _listed_pair(row: DataRow, path: Path, config: ImagePairConfig) -> ImagePair:
     caption, *names = (row.cells.get(key) for key in ("prompt", *SIDES))
     if not isinstance(caption, str):
-        raise UserError(f"{row.place}: expected the text of column prompt; it has {', '.join(row.cells)}")
+        raise UserError(f"{row.place}: expected the text of column prompt; the row has {', '.join(row.cells)}")
     check_caption(row.place, caption)
     files = [path.parent / name if isinstance(name, str) and name else None for name in names]
     gone = [str(name) for name, file in zip(names, files, strict=True) if file is None or not is_file(file)]
     if gone:
-        raise BadRowError("missing_side", row.place, f"no such image: {gone[0]}")
+        raise BadRowError("missing_side", row.place, f"image not found: {gone[0]}")
     # by name: reading all images to compare them would take too long
     if files[0] == files[1]:
-        raise BadRowError("equal_sides", row.place, f"both sides are {names[0]}")
+        raise BadRowError("equal_sides", row.place, f"chosen and rejected are both {names[0]}")
     given = {name: row.cells[name] for name in NUMBERS if row.cells.get(name) is not None}
     chosen, rejected = (ImageFile(file, config.max_image_pixels) for file in files if file is not None)
     return ImagePair(row.place, caption, chosen, rejected, _finite(given, row.place))

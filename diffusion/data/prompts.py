@@ -1,4 +1,4 @@
-"""Prompts to draw images for, images to edit, and the columns that rewards read."""
+"""Prompts to generate images for, images to edit, and the columns that rewards read."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ LIMIT = "data.max_image_pixels"
 
 @dataclass(frozen=True)
 class ReferenceImage:
-    """An image to be edited, read when it is needed."""
+    """An image to be edited, read when needed."""
 
     source: Path | bytes
-    """Path of the image file, or its content."""
+    """Path of the image file, or its contents."""
     max_pixels: int
     """Maximum number of pixels to decode."""
     digest: str
@@ -43,9 +43,9 @@ class ReferenceImage:
         if isinstance(stored, str) and stored:
             stored = folder / stored
             if not is_file(stored):
-                raise ImageError(f"there is no such file: {stored}")
+                raise ImageError(f"file not found: {stored}")
         if not isinstance(stored, Path | bytes):
-            raise ImageError(f"expected a path or the content of a file, not {type(stored).__name__}")
+            raise ImageError(f"expected a path or the contents of a file, not {type(stored).__name__}")
         found = cls(stored, max_pixels, "")
         content = found._content()
         decode_image(content, max_pixels, LIMIT)
@@ -73,7 +73,7 @@ class ReferenceImage:
 TaskT = TypeVar("TaskT")
 LOGGER = logging.getLogger("mmrl")
 MAX_PROMPT_CHARS = 10_000
-"""Longest prompt or caption in characters; text encoders of pipelines read a few hundred tokens."""
+"""Maximum length of a prompt or caption in characters; the text encoders of pipelines read a few hundred tokens."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class DiffusionTask:
     prompt: str
     """The text."""
     columns: dict[str, Any] = field(default_factory=dict)
-    """Further data of the row, handed to the rewards by name; `metadata` is the usual one."""
+    """Other columns of the row, passed to the rewards by name; usually `metadata`."""
     image: ReferenceImage | None = None
     """The image to be edited; rewards get its pixels as the column `reference`."""
 
@@ -95,22 +95,23 @@ class PromptConfig(RowsConfig):
     """Source of the prompts."""
 
     path: str = MISSING
-    """A .txt file with a prompt a line, a .jsonl, .json or .parquet file, a data-set folder or a hub id."""
+    """A .txt file with one prompt per line, a .jsonl, .json or .parquet file, a dataset folder or a Hub id."""
     prompt_key: str = "prompt"
-    """Column of the text."""
+    """Column with the prompt."""
     image_key: str = rare("image")
-    """Column of the image to edit, for models that take one: a path relative to the data, or the image itself; either
-    all rows have one or none. Empty: no column is an image."""
+    """Column with the image to edit, for image-editing models: a path relative to the data, or the image itself. Either
+    all rows have an image or none. Empty string: no column is an image."""
     max_image_pixels: int = rare(image_pixels_option())
-    """Largest image in pixels, checked by its header before it is decoded."""
+    """Maximum number of pixels of an image, checked in the file header before decoding."""
     on_bad_row: str = rare(choice("skip", BAD_ROWS))
-    """skip: count and log empty, over-long and unreadable prompts and use the rest; error: stop at the first."""
+    """What to do with empty, over-long or unreadable prompts. skip: count and log them and use the rest; error: stop at
+    the first one."""
 
 
 def load_prompts(
     config: PromptConfig, too_long: Callable[[str], str | None] = lambda prompt: None
 ) -> LoadedRows[DiffusionTask]:
-    """Read all prompts of a data set.
+    """Read all prompts of a dataset.
 
     Args:
         config: where they are.
@@ -122,7 +123,7 @@ def load_prompts(
     Raises:
         UserError: nothing is there, no prompt is usable, or a row is bad and `on_bad_row` is "error".
     """
-    built_path(config, "data", "a .txt, .jsonl, .json or .parquet file, a folder or a hub id")
+    built_path(config, "data", "a .txt, .jsonl, .json or .parquet file, a folder or a Hub id")
     loaded = LoadedRows[DiffusionTask](on_bad_row=config.on_bad_row)
     loaded.take(_rows(config), lambda row: _task(row, config, too_long), config.max_tasks)
     loaded.check_left(config.path)
@@ -130,7 +131,7 @@ def load_prompts(
 
 
 def has_images(config: Any, otherwise: bool) -> bool:
-    """Whether the first usable prompt of a run's data comes with an image; `otherwise` if there is no file yet."""
+    """Whether the first usable prompt of a run's data has an image; `otherwise` if the file does not exist yet."""
     data = getattr(config, "data", None)
     if not isinstance(data, PromptConfig) or not expanded(data.path).is_file():
         return otherwise
@@ -146,7 +147,7 @@ def _rows(config: PromptConfig) -> Iterator[DataRow]:
     check_split(config.path, config.split, config.subset)
     try:
         for number, line in enumerate(read_lines(path, None), start=1):
-            problem = f"the line has more than {LONGEST_LINE / 1e6:g} MB" if len(line) > LONGEST_LINE else None
+            problem = f"the line is longer than {LONGEST_LINE / 1e6:g} MB" if len(line) > LONGEST_LINE else None
             text = "" if problem else line.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
             yield DataRow(f"{path.name} line {number}", {config.prompt_key: text}, problem)
     except (OSError, UnicodeDecodeError) as error:
@@ -177,10 +178,10 @@ def _fault(
     if problem is not None:
         return "unreadable", problem
     if config.prompt_key not in cells:
-        return "missing", f"there is no column '{config.prompt_key}'; the row has: {', '.join(cells) or 'none'}"
+        return "missing", f"column '{config.prompt_key}' not found; the row has: {', '.join(cells) or 'none'}"
     prompt = cells[config.prompt_key]
     if not isinstance(prompt, str) or not prompt.strip():
-        return "empty", f"the prompt is empty or no text: {str(prompt)[:80]!r}"
+        return "empty", f"the prompt is empty or not text: {str(prompt)[:80]!r}"
     if len(prompt) > MAX_PROMPT_CHARS:
         found = f"the prompt has {len(prompt)} characters, more than {MAX_PROMPT_CHARS}"
         return "too_long", found

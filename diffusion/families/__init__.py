@@ -1,1 +1,1 @@
-"""Model families of diffusers, one file each; `Family` in `base` is what a family is asked for."""
+"""Model families of diffusers, one file each; `Family` in `base` defines their interface."""

@@ -62,7 +62,7 @@ def grid_of(scheduler: Any, steps: int, **options: Any) -> Tensor:
     own.set_timesteps(steps, **options)
     grid: Tensor = own.sigmas.to("cpu", torch.float32).clone()
     if not grid.isfinite().all():
-        raise UserError(f"{type(own).__name__} has no times for steps={steps} with its settings; take more steps")
+        raise UserError(f"{type(own).__name__} has no times for steps={steps} with its settings; use more steps")
     if not own.timesteps.is_floating_point():
         called = own.timesteps.cpu()
         # The scheduler truncates before rounding to float32, so 333.999 may become 334 here. Such times are moved to
@@ -111,7 +111,7 @@ def unpack_latents(tokens: Tensor, height: int, width: int) -> Tensor:
     rows, count, channels = tokens.shape
     down, across = height // PATCH, width // PATCH
     if height % PATCH or width % PATCH or count != down * across or channels % PATCH**2:
-        raise ValueError(f"tokens of shape {tuple(tokens.shape)} are not those of {height} x {width} latent pixels.")
+        raise ValueError(f"tokens of shape {tuple(tokens.shape)} do not match {height} x {width} latent pixels.")
     patches = tokens.reshape(rows, down, across, channels // PATCH**2, PATCH, PATCH)
     return patches.permute(0, 3, 1, 4, 2, 5).reshape(rows, -1, height, width)
 
@@ -228,7 +228,7 @@ class Family(ABC):
     edits: ClassVar[bool] = False
     """Whether the models are meant for prompts with an image."""
     kohya: ClassVar[KohyaNames | None] = None
-    """Names in adapter files in kohya-ss's format; None if no program reads such files."""
+    """Names in adapter files in kohya-ss's format; None if no program reads these files."""
     options_class: ClassVar[type[FamilyOptions]] = FamilyOptions
 
     def __init__(self, pipeline: Any, options: Any = None) -> None:
@@ -404,11 +404,13 @@ class Family(ABC):
                 raise UserError(f"{name}={side} must be a positive multiple of {multiple} pixels; {near}")
             if limits.most is not None and side > limits.most * self.factor:
                 most = limits.most * self.factor
-                raise UserError(f"{name}={side} is more than the transformer has positions for: {most}")
+                raise UserError(f"{name}={side} exceeds the maximum that the transformer has positions for: {most}")
             sides.append(side // self.factor)
         if not self.video:
             if frames is not None:
-                raise UserError(f"frames={frames}, but {self.pipeline_class} draws images; leave model.frames out")
+                raise UserError(
+                    f"frames={frames}, but {self.pipeline_class} generates images, not videos; leave model.frames out"
+                )
             return self.channels, *sides
         count = self.default_frames if frames is None else frames
         # the first latent frame is one frame, every other one `frame_factor` frames
@@ -489,7 +491,7 @@ class Family(ABC):
 
     def call_lacks(self, scale: float, negative: str) -> str:
         """Why the pipeline's call cannot reproduce the suite's sampling; empty if it can."""
-        return f"the pipeline has no guidance scale below 1, evaluations used {scale:g}" if scale < 1 else ""
+        return f"the pipeline has no guidance scale below 1, but evaluations used {scale:g}" if scale < 1 else ""
 
     # pixels
 

@@ -64,8 +64,8 @@ class FluxFamily(Family):
 
     @property
     def few_steps(self) -> str:
-        """Schnell is the only released model without this input."""
-        return "" if self.embedded_guidance else "its transformer has no input for guidance, as that of FLUX.1 schnell"
+        """Schnell is the only released model without a guidance input."""
+        return "" if self.embedded_guidance else "its transformer has no guidance input, like FLUX.1 schnell"
 
     def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
         """Two scales: of the input, and of a negative prompt, which has to be passed even if it is empty."""
@@ -136,7 +136,7 @@ class KontextFamily(FluxFamily):
         return found | {"max_area": found["height"] * found["width"]}
 
     def edit_call(self, shape: Sequence[int]) -> dict[str, Any]:
-        """The image is of the size of the run already."""
+        """The image already has the size of the run."""
         return {"_auto_resize": False}
 
 

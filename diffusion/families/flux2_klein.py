@@ -35,7 +35,7 @@ class KleinOptions(FamilyOptions):
     """Options of FLUX.2-klein."""
 
     text_layers: list[int] = field(default_factory=lambda: [9, 18, 27])
-    """Layers of the text encoder whose states are put side by side."""
+    """Layers of the text encoder whose hidden states are concatenated."""
 
 
 class KleinFamily(Family):
@@ -46,7 +46,7 @@ class KleinFamily(Family):
     """
 
     pipeline_class = "Flux2KleinPipeline"
-    summary = "FLUX.2-klein 4B and 9B, distilled and base, also with an image to be edited"
+    summary = "FLUX.2-klein 4B and 9B, distilled and base, with or without an image to be edited"
     citation = "black-forest-labs/flux2"
     lora_targets = (
         *("attn.to_q", "attn.to_k", "attn.to_v", "attn.to_out.0"),
@@ -78,22 +78,22 @@ class KleinFamily(Family):
     @property
     def few_steps(self) -> str:
         """Whether the pipeline says so."""
-        return "its model_index.json says is_distilled" if self.pipeline.config.is_distilled else ""
+        return "its model_index.json sets is_distilled" if self.pipeline.config.is_distilled else ""
 
     def guidance_call(self, scale: float, negative: str) -> dict[str, Any]:
         """The negative prompt is always the empty one."""
         return {"guidance_scale": scale}
 
     def further_call(self) -> dict[str, Any]:
-        """The layers, where they are others than the pipeline's own."""
+        """The layers, if they differ from the pipeline's default."""
         layers = tuple(self.options.text_layers)
         return super().further_call() | ({} if layers == (9, 18, 27) else {"text_encoder_out_layers": layers})
 
     def call_lacks(self, scale: float, negative: str) -> str:
         """The pipeline has no negative prompt, and a distilled one no guidance."""
         if self.few_steps and scale != 1:
-            return f"the pipeline of a distilled model has no guidance, evaluations used {scale:g}"
-        lacks = "the pipeline takes no negative prompt, evaluations used one" if negative and scale != 1 else ""
+            return f"the pipeline of a distilled model has no guidance, but evaluations used {scale:g}"
+        lacks = "the pipeline takes no negative prompt, but evaluations used one" if negative and scale != 1 else ""
         return super().call_lacks(scale, negative) or lacks
 
     @property
@@ -107,7 +107,7 @@ class KleinFamily(Family):
         return PATCH**2 * int(self.pipeline.vae.config.latent_channels)
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
-        """Tokens (L, D), padding among them."""
+        """Tokens (L, D), including padding."""
         layers = tuple(self.options.text_layers)
         tokens, _ = self.pipeline.encode_prompt(
             self.read_text(self.text_parts[0], prompt),
@@ -153,7 +153,7 @@ class KleinFamily(Family):
         return LatentSides(1, self.pipeline.default_sample_size // PATCH)
 
     def sigma_grid(self, steps: int, shape: Sequence[int]) -> Tensor:
-        """Equal steps, shifted by an empirical number."""
+        """Equal steps with an empirical shift."""
         mu = empirical_shift(steps, self.tokens(shape))
         return grid_of(self.pipeline.scheduler, steps, sigmas=even_sigmas(steps), mu=mu)
 

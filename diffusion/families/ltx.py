@@ -66,7 +66,7 @@ class LtxFamily(Family):
         return int(self.pipeline.vae_temporal_compression_ratio)
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
-        """Tokens (L, D), padding among them, and their mask (L,) bool."""
+        """Tokens (L, D), including padding, and their mask (L,) bool."""
         tokens, mask, _, _ = self.pipeline.encode_prompt(
             self.read_text(self.text_parts[0], prompt),
             device=self.text_device,

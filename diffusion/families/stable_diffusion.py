@@ -59,8 +59,8 @@ class StableDiffusionFamily(Family):
         network = getattr(pipeline, "unet", None)
         if network is not None and network.config.get("time_cond_proj_dim"):
             raise UserError(
-                "the UNet takes the guidance scale as an input (time_cond_proj_dim), as latent consistency models do, "
-                "which is not supported; start from the model that it was distilled from"
+                "the UNet takes the guidance scale as an input (time_cond_proj_dim), as latent consistency models "
+                "do, which is not supported; use the model that it was distilled from"
             )
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
@@ -119,7 +119,7 @@ class StableDiffusionFamily(Family):
         """Turbo models use trailing steps; so do models with zero terminal SNR, which are excluded."""
         config = self.pipeline.scheduler.config
         trails = config.get("timestep_spacing") == "trailing" and not config.get("rescale_betas_zero_snr")
-        return "the steps of its scheduler trail, as those of SD-Turbo and SDXL-Turbo" if trails else ""
+        return "its scheduler uses trailing steps, like SD-Turbo and SDXL-Turbo" if trails else ""
 
     def drawing_scheduler(self) -> Any:
         """DDIM on the times of the pipeline's scheduler, without clipping."""
@@ -164,7 +164,7 @@ class StableDiffusionXlFamily(StableDiffusionFamily):
     negative_differs = True
 
     def encode(self, prompt: str, *, negative: bool = False) -> Text:
-        """Tokens (L, D) and pooled (P,); zeros for an empty negative prompt, where the pipeline has them."""
+        """Tokens (L, D) and pooled (P,); zeros for an empty negative prompt, if the pipeline uses them."""
         tokens, _, pooled, _ = self.pipeline.encode_prompt(
             prompt, device=self.text_device, do_classifier_free_guidance=False
         )

@@ -1,4 +1,4 @@
-"""Finding the family of a pipeline: among the files of this folder, or a class of the user's."""
+"""Finds the family of a pipeline: a file of this folder, or a user-defined class."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from diffusion.families.base import Family
 from mmrl.errors import UserError
 from mmrl.rewards.reward_loading import load_function
 
-ADDING = "a further family is one class: docs/adding.md, and model.family=module:Class for your own"
+ADDING = "to add a family, write one class (docs/adding.md) and set model.family=module:Class"
 
 
 def _found() -> dict[str, type[Family]]:
@@ -33,16 +33,18 @@ FAMILIES = _found()
 
 
 def find_family(pipeline_class: str, spec: str | None = None, where: str = "the pipeline") -> type[Family]:
-    """The family of a pipeline class, or the class that `spec` names; raises UserError for others."""
+    """The family of a pipeline class, or the class given by `spec`; raises UserError for others."""
     if spec is not None:
         kind: Any = load_function(spec, what="model.family")
         if not (isinstance(kind, type) and issubclass(kind, Family)):
-            raise UserError(f"model.family {spec!r} is no class that inherits from diffusion.families.base.Family")
+            raise UserError(f"model.family {spec!r} is not a subclass of diffusion.families.base.Family")
         if kind.pipeline_class != pipeline_class:
             raise UserError(f"model.family {spec!r} is for {kind.pipeline_class}, but {where} is a {pipeline_class}")
         return kind
     if pipeline_class not in FAMILIES:
-        raise UserError(f"{where} is a {pipeline_class}; supported are: {', '.join(FAMILIES)}; {ADDING}")
+        raise UserError(
+            f"{where} is a {pipeline_class}, which is not supported; supported classes: {', '.join(FAMILIES)}; {ADDING}"
+        )
     return FAMILIES[pipeline_class]
 
 

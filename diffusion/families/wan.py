@@ -115,7 +115,7 @@ class WanFamily(ChannelwiseFamily):
         return (sigma < self.pipeline.config.boundary_ratio).long()
 
     def combine(self, positive: Tensor, negative: Tensor, scale: float, sigma: Tensor) -> Tensor:
-        """Linear guidance, by another scale for the second network."""
+        """Linear guidance, with a separate scale for the second network."""
         which = self.network_of(sigma)
         if which is None or self.options.guidance_2 is None:
             return negative + scale * (positive - negative)

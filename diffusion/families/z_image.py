@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 DEFAULT_SIDE = 1024
-"""Pixels on a side where none are asked for, as in the pipeline's call."""
+"""Default size in pixels, as in the pipeline's call."""
 
 
 class ZImageFamily(Family):

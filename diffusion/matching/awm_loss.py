@@ -56,8 +56,8 @@ class AwmSettings:
         for name in () if self.ema_coef or self.off_policy else ("ema_limit", "ema_slope"):
             if getattr(self, name) != getattr(AwmSettings, name):
                 raise ValueError(
-                    f"awm.{name} is {getattr(self, name):g}, but with awm.ema_coef 0 and without awm.off_policy "
-                    "nothing reads a moving average; leave it out"
+                    f"awm.{name} is {getattr(self, name):g}, but no moving average is used when awm.ema_coef is 0 "
+                    "and awm.off_policy is false; leave it out"
                 )
 
 

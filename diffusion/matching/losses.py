@@ -68,7 +68,7 @@ def stack_timesteps(
     """
     if draws < 1 or images.ndim < 2:
         raise UserError(
-            f"draws={draws} must be at least 1 and images need a batch, their shape is {tuple(images.shape)}"
+            f"draws={draws} must be at least 1 and images must have a batch dimension, got shape {tuple(images.shape)}"
         )
     count = len(images)
     times = stratified(draws, count, generator) if sigma is None else _checked(sigma, draws, count)
@@ -127,7 +127,7 @@ def pseudo_log_likelihood(error: Tensor, sigma: Tensor, weighting: str = "ghuber
     Source: AWM, arXiv 2509.25050; scxue/advantage_weighted_matching scripts/train_sd3_awm.py.
     """
     if error.shape != sigma.shape:
-        raise ValueError(f"error {tuple(error.shape)} and sigma {tuple(sigma.shape)} must have one shape, (R,).")
+        raise ValueError(f"error {tuple(error.shape)} and sigma {tuple(sigma.shape)} must have the same shape, (R,).")
     # (l + e)^p - e^p subtracts numbers of almost equal size when l is small; float32 would lose the result
     likelihood = WEIGHTINGS[weighting](error.double(), sigma.double(), power)
     return likelihood if error.dtype == torch.float64 else likelihood.float()
@@ -172,7 +172,9 @@ def nft_loss(
     """
     if not velocity.shape == velocity_old.shape == noisy.latents.shape == clean.shape:
         shapes = [tuple(x.shape) for x in (velocity, velocity_old, noisy.latents, clean)]
-        raise ValueError(f"velocity, velocity_old, latents and clean must have one shape (R, C, H, W), got {shapes}.")
+        raise ValueError(
+            f"velocity, velocity_old, latents and clean must have the same shape (R, C, H, W), got {shapes}."
+        )
     if weight.shape != noisy.sigma.shape:
         raise ValueError(f"weight has the shape {tuple(weight.shape)}; must be {tuple(noisy.sigma.shape)}.")
     # float64, as the error weights of the public code are
@@ -189,7 +191,7 @@ def _checked(sigma: Tensor, draws: int, count: int) -> Tensor:
     if sigma.shape not in ((draws,), (draws, count)):
         raise UserError(f"sigma has the shape {tuple(sigma.shape)}; must be ({draws},) or ({draws}, {count})")
     if not bool(((sigma >= 0) & (sigma <= 1)).all()):
-        raise UserError(f"sigma must be between 0 and 1, it runs from {sigma.min():.3g} to {sigma.max():.3g}")
+        raise UserError(f"sigma must be between 0 and 1, but ranges from {sigma.min():.3g} to {sigma.max():.3g}")
     # one time for all images (K,) or one per image (K, B)
     return sigma.float().reshape(draws, -1).expand(draws, count)
 

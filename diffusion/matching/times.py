@@ -125,8 +125,8 @@ def _usable(options: TimestepConfig, grid: Tensor, first: int) -> Tensor:
     last = int((len(grid) - 1) * options.fraction)
     if last <= first:
         raise UserError(
-            f"fraction={options.fraction} of a grid of {len(grid) - 1} steps leaves no time to draw from; use "
-            "more steps or a fraction nearer to 1"
+            f"fraction={options.fraction} of a grid of {len(grid) - 1} steps leaves no time to draw from; use more "
+            "steps or a fraction closer to 1"
         )
     return grid[:last].float()
 

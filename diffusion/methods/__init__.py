@@ -1,1 +1,1 @@
-"""Recipes of papers on diffusion and flow models, one file a method."""
+"""Recipes of papers on diffusion and flow models, one file per method."""

@@ -114,7 +114,9 @@ def check_states(sampler: LatentSamplerConfig, timesteps: TimestepConfig) -> Non
             f"{sampler.steps} leaves {states} states with timesteps.times '{timesteps.times}'; use at most {states}"
         )
     if timesteps.share_noise:
-        raise ValueError("timesteps.share_noise is about re-noised images; with states of the sampler leave it false")
+        raise ValueError(
+            "timesteps.share_noise only applies to re-noised images; set it to false with states: trajectory"
+        )
 
 
 class StateMatching(FlowMatching):
@@ -189,11 +191,17 @@ class AcFlowConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the
             objective = make_objective(self.objective)
             check_group_size(self.trainer.samples_per_task, objective, SCORES)
             if objective.advantage.state() is not None:
-                raise ValueError(f"objective.advantage is '{objective.advantage.kind}', whose memory has no place here")
+                raise ValueError(
+                    f"objective.advantage is '{objective.advantage.kind}', which is not supported here because it "
+                    "keeps a memory across steps"
+                )
         else:
             refuse_blocks(self.objective, ("advantage", "scaling"))
         if self.orw.center:
-            raise ValueError("orw.center is for ORW-CFM-W2 alone; here the critic or shaping.kind: group_z centres")
+            raise ValueError(
+                "orw.center only applies to ORW-CFM-W2; here rewards are centred by the critic or by shaping.kind: "
+                "group_z"
+            )
         if self.states == "trajectory":
             check_states(self.sampler, self.timesteps)
         if self.credit == "difference":
@@ -202,16 +210,17 @@ class AcFlowConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc]  # the
     def _check_differences(self) -> None:
         if self.states != "trajectory":
             raise ValueError(
-                f"credit is 'difference', but with states '{self.states}' the states of an image do not follow one "
-                "another; use states: trajectory"
+                f"credit is 'difference', but with states '{self.states}' the states of an image do not form a path; "
+                "use states: trajectory"
             )
         if not self.critic.enabled:
-            raise ValueError("credit is 'difference', which compares values of a critic; leave critic.enabled true")
+            raise ValueError("credit is 'difference', which compares values of the critic; set critic.enabled to true")
         if self.sampler.solver not in RANDOM_SOLVERS or self.sampler.noise_level == 0:
             raise ValueError(
                 f"credit is 'difference', but sampler.solver '{self.sampler.solver}' with noise_level "
-                f"{self.sampler.noise_level:g} is deterministic: its first state decides the image, so the values of a "
-                f"path do not differ; use {', '.join(RANDOM_SOLVERS)} with a noise_level above 0, or credit: return"
+                f"{self.sampler.noise_level:g} is deterministic: the first state determines the image, so the values "
+                f"along a path do not differ; use {', '.join(RANDOM_SOLVERS)} with noise_level above 0, or credit: "
+                "return"
             )
 
 

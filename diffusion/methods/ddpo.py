@@ -54,7 +54,9 @@ class PromptHistory:
         if not isinstance(rewards, Tensor):
             rewards = torch.tensor(rewards, dtype=torch.float64)
         if rewards.shape != (len(prompts),):
-            raise ValueError(f"rewards have the shape {tuple(rewards.shape)}; must be ({len(prompts)},), one a prompt.")
+            raise ValueError(
+                f"rewards have the shape {tuple(rewards.shape)}; must be ({len(prompts)},), one per prompt."
+            )
         wide = rewards.detach().double().cpu()
         scored = ~wide.isnan()
         # all rewards first: the images of a prompt are compared with each other too
@@ -85,7 +87,7 @@ class PromptHistory:
 
 @dataclass
 class HistoryConfig:
-    """History of rewards that a prompt's advantages are based on."""
+    """Reward history of a prompt, on which its advantages are based."""
 
     size: int = rare(bounded(16, at_least=1))
     """Number of latest rewards kept per prompt."""
@@ -113,7 +115,7 @@ class DdpoConfig(TrajectoryParts, DiffusionConfig):
     sampler: LatentSamplerConfig = field(default_factory=lambda: LatentSamplerConfig(guidance=5.0))
     """Sampling of images."""
     step: StepConfig = field(default_factory=lambda: StepConfig(detach_negative=False))
-    """Gradient through both halves of guidance."""
+    """Evaluation of trained steps; the gradient flows through both halves of guidance."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="ddpo"))
     """Clip 1e-4, no KL."""
     history: HistoryConfig = rare(field(default_factory=HistoryConfig))

@@ -62,23 +62,23 @@ class DiffusionDpoConfig(GivenImagesConfig):
     pairs: ImagePairConfig = field(default_factory=ImagePairConfig)
     """The pairs of images."""
     filter: PairFilterConfig = field(default_factory=PairFilterConfig)
-    """Choice of the pairs that are trained on."""
+    """Which pairs to train on."""
     drop_caption: float = rare(bounded(0.1, at_least=0, at_most=1))
     """Probability that both images of a pair are shown without their caption, so that guidance keeps working."""
     error: str = rare(choice("velocity", ERRORS))
-    """Error that is compared: of the velocity, or of the noise that it implies, which weighs a time t by (1 - t)^2."""
+    """Error to compare: of the velocity, or of the noise that it implies, which weights a time t by (1 - t)^2."""
     timesteps: TimestepConfig = field(
         default_factory=lambda: TimestepConfig(
             count=1, times="logit_normal", shift=1.0, share_times="group", share_noise=True
         )
     )
-    """Times of each pair in a step; its two images always share times and noises."""
+    """Times of each pair in a step; the two images of a pair always share times and noises."""
     objective: PreferenceConfig = field(
         default_factory=lambda: PreferenceConfig(preset="diffusion_dpo", loss={"beta": 100.0})
     )
-    """Loss that is minimised."""
+    """Loss to minimise."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    """The model that errors are compared with."""
+    """The model to compare errors with."""
     trainer: BaseTrainerConfig = field(
         default_factory=lambda: BaseTrainerConfig(steps=500, tasks_per_step=32, learning_rate=1e-4, warmup_steps=10)
     )
@@ -114,19 +114,19 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         self.train_tasks = select_pairs(usable, config.filter, embed_captions(self.policy)).pairs
 
     def check_prompts(self, encoders: TextEncoders) -> None:
-        """See `DiffusionDomain`; also refuses pairs all of whose captions the tokenizers would cut."""
+        """See `DiffusionDomain`; also rejects the data if the tokenizers would truncate the caption of every pair."""
         super().check_prompts(encoders)
         if not any(self.cut_of(pair.caption) is None for pair in self.train_tasks):
-            raise UserError(f"{self.config.pairs.path}: no caption of a pair fits the model's tokenizers")
+            raise UserError(f"{self.config.pairs.path}: all captions are too long for the model's tokenizers")
 
     def load_train_tasks(self) -> Sequence[Any]:
-        """All pairs; the filter looks at them when the model is there."""
+        """All pairs; the filter is applied once the model is loaded."""
         loaded = load_pairs(self.config.pairs)
         self.skipped.update(loaded.skipped)
         if self.objective.needs_scores:
             lacking = [pair for pair in loaded.tasks if len(_scores(pair)) < 2]
             if lacking:
-                raise UserError(f"{lacking[0].id} has no score_chosen and score_rejected, which the loss reads")
+                raise UserError(f"{lacking[0].id} has no score_chosen and score_rejected, which the loss requires")
         return loaded.tasks
 
     def prompts_of(self, task: Any) -> list[str]:
@@ -169,7 +169,7 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         return self.objective.step_loss(self.scores(policy, minibatch, self.loss_outputs), minibatch, denominators)
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Pairs as two images, the preferred one first, with the margin under the policy as it is now."""
+        """Pairs as two images, the preferred one first, with the margin under the current policy."""
         shown = rollouts.select_groups(torch.arange(min(limit, rollouts.num_groups)))
         payload = DiffusionPayload.of(shown)
         scores = self.scores_in_chunks(self.policy, shown, self.loss_outputs)
@@ -214,7 +214,9 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         shapes = {image.shape for image in images}
         if not kept or len(shapes) > 1:
             cause = (
-                f"images of a step differ in size: {sorted(shapes)}" if shapes else "both images of each are the same"
+                f"all images of a step must have the same size, got {sorted(shapes)}"
+                if shapes
+                else ("the two images of each pair are identical")
             )
             raise NoUsableTasksError(f"none of {len(pairs)} pairs can be used: {cause}")
         return kept, np.stack(images)

@@ -1,4 +1,4 @@
-"""FiFA: which pairs of images are worth fine-tuning on (Yang et al., arXiv 2410.10166).
+"""FiFA: selects the image pairs that are worth fine-tuning on (Yang et al., arXiv 2410.10166).
 
 The subset S of K pairs is to have large preference margins m, good captions q and varied captions:
 
@@ -42,33 +42,36 @@ CHUNK = 1024
 
 @dataclass
 class PairFilterConfig:
-    """Choice of the pairs that are trained on."""
+    """Which pairs to train on."""
 
     kind: str = choice("none", ("none", "fifa", "random"))
-    """none: all of them; fifa: the most important ones; random: as many drawn at random, to compare with."""
+    """none: all pairs; fifa: the most important ones; random: the same number drawn at random, for comparison."""
     keep: int | None = bounded(None, at_least=1)
-    """Number of pairs kept; must be given for fifa and random."""
+    """Number of pairs to keep; required for fifa and random."""
     alpha: float = bounded(0.5, at_least=0)
-    """Weight of the captions' quality; 0 = ignored."""
+    """Weight of caption quality; 0 = ignored."""
     gamma: float = bounded(0.5, at_least=0)
-    """Weight of the captions' diversity; 0 = ignored."""
+    """Weight of caption diversity; 0 = ignored."""
     margin: str = rare(choice("absolute", ("absolute", "signed")))
-    """absolute: distance of the two scores; signed: score of the preferred image minus that of the rejected one."""
+    """absolute: absolute difference of the two scores; signed: score of the preferred image minus score of the rejected
+    one."""
     neighbours: int = rare(bounded(5, at_least=1))
-    """k: the diversity of a caption is its distance to the k-th nearest other one."""
+    """k: the diversity of a caption is its distance to the k-th nearest other caption."""
     normalise: str = rare(choice("zscore", ("zscore", "none")))
-    """zscore: each term minus its mean, over its deviation; none: as it is."""
+    """zscore: subtract the mean of each term and divide by its standard deviation; none: unchanged."""
     reward: str | None = rare(None)
-    """Image reward that scores both images, see `mmrl list rewards`; empty: columns score_chosen and score_rejected."""
+    """Image reward that scores both images, see `mmrl list rewards`. Empty string: use the columns score_chosen and
+    score_rejected."""
     quality: str | None = rare(None)
-    """`module:function` that scores captions, f(list of texts) -> list of numbers; empty: the column text_quality."""
+    """`module:function` that scores captions, f(list of texts) -> list of numbers. Empty string: use the column
+    text_quality."""
     seed: int = 0
-    """Seed of a random choice."""
+    """Seed of the random selection."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
         if (self.kind == "none") != (self.keep is None):
-            raise ValueError(f"filter.kind is '{self.kind}' and filter.keep is {self.keep}; give both or neither")
+            raise ValueError(f"filter.kind is '{self.kind}' and filter.keep is {self.keep}; set both or neither")
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ class Selection:
     importance: Tensor
     """(K,) float64."""
     terms: dict[str, Tensor]
-    """margin, quality and diversity (K,) before normalisation, where they are used."""
+    """margin, quality and diversity (K,) before normalisation, if used."""
 
 
 def select_pairs(
@@ -176,8 +179,8 @@ def _margins(pairs: Sequence[ImagePair], config: PairFilterConfig) -> Tensor:
     lacking = next((pair for pair in pairs if not {"score_chosen", "score_rejected"} <= set(pair.numbers)), None)
     if lacking is not None:
         raise UserError(
-            f"{lacking.id} has no score_chosen and score_rejected, whose difference filter.kind=fifa needs; name an "
-            "image reward in filter.reward, or use filter.kind=random"
+            f"{lacking.id} has no score_chosen and score_rejected, which filter.kind=fifa needs; set filter.reward "
+            "to an image reward, or use filter.kind=random"
         )
     scores = torch.tensor([[pair.numbers[name] for name in NUMBERS[:2]] for pair in pairs], dtype=torch.float64)
     margin = scores[:, 0] - scores[:, 1]
@@ -189,8 +192,8 @@ def _quality(pairs: Sequence[ImagePair], config: PairFilterConfig) -> Tensor:
         lacking = next((pair for pair in pairs if "text_quality" not in pair.numbers), None)
         if lacking is not None:
             raise UserError(
-                f"{lacking.id} has no text_quality, which filter.alpha={config.alpha:g} weighs; name a function in "
-                "filter.quality, or set filter.alpha=0"
+                f"{lacking.id} has no text_quality, which filter.alpha={config.alpha:g} needs; set filter.quality to "
+                "a function, or filter.alpha to 0"
             )
         return torch.tensor([pair.numbers["text_quality"] for pair in pairs], dtype=torch.float64)
     # each caption once, since a quality function may be a language model
@@ -217,12 +220,14 @@ def _standardised(term: Tensor) -> Tensor:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Write the most important pairs of a .npz file into another."""
+    """Write the most important pairs of a file to a .npz file."""
     parser = argparse.ArgumentParser(prog="python -m diffusion.methods.fifa", description=main.__doc__)
     parser.add_argument("pairs", help=".npz or .jsonl file of pairs with scores")
-    parser.add_argument("output", help=".npz file to write")
-    parser.add_argument("--keep", type=int, required=True, help="pairs that stay")
-    parser.add_argument("--pipeline", default="", help="pipeline whose text encoders embed captions; needed by gamma")
+    parser.add_argument("output", help=".npz file to write to")
+    parser.add_argument("--keep", type=int, required=True, help="number of pairs to keep")
+    parser.add_argument(
+        "--pipeline", default="", help=("pipeline whose text encoders embed the captions; required for --gamma")
+    )
     for item in dataclasses.fields(PairFilterConfig):
         if item.name in ("alpha", "gamma", "margin", "neighbours", "normalise", "reward", "quality"):
             kind = str if item.default is None else type(item.default)
@@ -248,7 +253,7 @@ def _encoders(path: str, gamma: float) -> Callable[[Sequence[str]], Tensor]:
     if not gamma:
         return lambda captions: torch.zeros(len(captions), 1)
     if not path:
-        raise UserError("--gamma weighs the captions' diversity, which needs --pipeline; or give --gamma 0")
+        raise UserError("--gamma weights caption diversity, which requires --pipeline; pass --pipeline or --gamma 0")
     from diffusion.models.diffusion_policy import PipelineConfig, load_policy
 
     return embed_captions(load_policy(PipelineConfig(path=path, max_sequence_length=1)))

@@ -126,7 +126,7 @@ class LatentCriticConfig:
     learning_rate: float = bounded(1e-3, above=0)
     """Learning rate of the critic's AdamW; 1e-4 for a large latent."""
     updates_per_step: int = bounded(4, at_least=1)
-    """Passes over the states of a step."""
+    """Number of passes over the states of a step."""
     warmup_updates: int = bounded(20, at_least=0)
     """Number of critic updates before the policy is trained."""
     batch_rows: int = rare(bounded(256, at_least=1))

@@ -234,24 +234,24 @@ class NftSettings:
     loss: str = choice("two_sided", lambda: MATCHING_LOSSES)
     """two_sided: DiffusionNFT; group_preference: DGPO, arXiv 2510.08425; centred_reward: CRD, arXiv 2603.14128."""
     beta: float = rare(bounded(1.0, above=0))
-    """two_sided: distance of the mixtures from the old velocity, 0.1 for OCR and multiple rewards; centred_reward:
+    """two_sided: distance between the mixtures and the old velocity, 0.1 for OCR and multiple rewards; centred_reward:
     scale of the implied reward; group_preference: strength of the preference, 10 in its code."""
     clip: float = rare(only_with(bounded(0.05, above=0), loss="group_preference"))
     """Clip range of group_preference for exp(old error - error)."""
     temperature: float | None = rare(only_with(bounded(None, at_least=0.02), loss="centred_reward"))
-    """Temperature of the means of centred_reward, weighted by softmax(+-reward / temperature); none = plain means."""
+    """Temperature of the means of centred_reward, weighted by softmax(+-reward / temperature); null = plain means."""
     distance: str = rare(only_with(choice("squared", DISTANCES), loss="centred_reward"))
     """How centred_reward compares the implied with the given reward: squared, or cross_entropy of their sigmoids."""
     moving_reference: bool = rare(only_with(False, loss="group_preference"))
     """Compare with the old policy instead of the start model in group_preference."""
     kl_floor: float | None = rare(bounded(None, at_least=0))
     """Weight of the distance to the start model for the worst images; it grows with the advantage up to
-    `objective.kl.coef`, 1e-4 to 0.1 in CRD's code. none = the same for all images."""
+    `objective.kl.coef`, 1e-4 to 0.1 in CRD's code. null = the same for all images."""
     old_schedule: int = rare(choice(1, lambda: NFT_SCHEDULES))
     """Decay of the old policy: 0 none, 1 min(0.001 step, 0.5), 2 min(0.0075 (step - 75), 0.999), 3
     min(0.25 + 0.005 step, 0.999) for CRD, 4 min(0.001 step, 0.3) for DGPO."""
     sampling_schedule: int | None = rare(choice(None, lambda: (None, *NFT_SCHEDULES)))
-    """Decay of a separate sampling policy: 0 for the trained policy (DGPO), 2 for CRD; none = use the old policy."""
+    """Decay of a separate sampling policy: 0 for the trained policy (DGPO), 2 for CRD; null = use the old policy."""
     advantage_mode: str = rare(choice("all", lambda: ADVANTAGE_MODES))
     """all, positive_only, negative_only, one_only (1 or 0) or binary (the sign). The loss divides by 10, so one_only
     weights images by 0.6 or 0.5, and binary by 0.6, 0.5 or 0.4."""
@@ -280,7 +280,9 @@ class DiffusionNftConfig(MatchingParts, DiffusionConfig):  # type: ignore[misc] 
         super().validate()
         floor, coef = self.nft.kl_floor, make_objective(self.objective).kl_coef
         if floor is not None and not floor <= coef > 0:
-            raise ValueError(f"nft.kl_floor {floor:g} must be at most objective.kl.coef {coef:g}, which is not 0")
+            raise ValueError(
+                f"nft.kl_floor is {floor:g}; must be at most objective.kl.coef={coef:g}, which must be above 0"
+            )
 
 
 class DiffusionNftRecipe(DiffusionRecipe):

@@ -43,7 +43,7 @@ class PretrainConfig(GivenImagesConfig):
     """A flow-matching run on captioned images."""
 
     model: PipelineConfig = field(default_factory=full_model)
-    """Pipeline whose transformer is trained in full."""
+    """Pipeline whose transformer is fully fine-tuned."""
     images: ImageDataConfig = field(default_factory=ImageDataConfig)
     """The captioned images."""
     drop_caption: float = rare(bounded(0.1, at_least=0, at_most=1))
@@ -57,14 +57,14 @@ class PretrainConfig(GivenImagesConfig):
             steps=5000, tasks_per_step=64, learning_rate=1.5e-3, schedule="cosine", warmup_steps=100
         )
     )
-    """Batch sizes, optimiser and guards; with the default a tiny pipeline learns to draw."""
+    """Batch sizes, optimiser and guards; the defaults are enough for a tiny pipeline to learn to draw."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         check_matching(self, self.evaluation.sampler)
         if self.timesteps.share_noise:
-            raise ValueError("timesteps.share_noise is true, but each image is its own group here; leave it out")
+            raise ValueError("timesteps.share_noise is true, but here each image is a group by itself; leave it out")
 
 
 class PretrainRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[DiffusionPolicy, CaptionedImage]):
@@ -88,7 +88,7 @@ class PretrainRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Diffusi
         return [task.caption if isinstance(task, CaptionedImage) else task.prompt]
 
     def batch(self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], streams: Streams, step: Step) -> Rollouts:
-        """Encode the images of a step, and draw which of them lose their caption."""
+        """Encode the images of a step and drop the caption of a random subset."""
         pixels = _pixels(tasks)
         latents = encode_images(policy.family, pixels, batch=self.scoring.sampler.batch_rows)
         rows = len(tasks)
@@ -118,5 +118,5 @@ def _pixels(tasks: Sequence[CaptionedImage]) -> np.ndarray:
     images = [task.read() for task in tasks]
     shapes = {image.shape for image in images}
     if len(shapes) > 1:
-        raise NoUsableTasksError(f"images of a step differ in size: {sorted(shapes)}; bring them to one size")
+        raise NoUsableTasksError(f"all images of a step must have the same size, got {sorted(shapes)}; resize them")
     return np.stack(images)

@@ -42,7 +42,7 @@ def read_by_diffusers(policy: DiffusionPolicy, form: str) -> bool:
 def loading_lines(policy: DiffusionPolicy, form: str, options: str = "") -> list[str]:
     """Python code that loads the adapters in `folder` into the pipeline they were trained for."""
     own = hub_id_of(policy.base_path) or Path(policy.base_path).name
-    lines = [f'pipeline = DiffusionPipeline.from_pretrained("{own}"{options})  # that the adapter was trained for']
+    lines = [f'pipeline = DiffusionPipeline.from_pretrained("{own}"{options})  # the one the adapter was trained for']
     if form == "peft":
         lines.insert(0, "from peft import PeftModel")
     if not read_by_diffusers(policy, form):
@@ -84,8 +84,8 @@ def _save_kohya(policy: DiffusionPolicy, network: Any, name: str, folder: Path) 
     names = policy.family.kohya
     if names is None:
         raise UserError(
-            f"no program reads adapters of {policy.family.pipeline_class} in the format of kohya-ss; use "
-            "--lora-format diffusers or peft"
+            f"no program reads {policy.family.pipeline_class} adapters in kohya-ss format; use --lora-format "
+            "diffusers or peft"
         )
     weights, settings = adapter_of(network)
     layers = kohya_layers(weights, settings["lora_alpha"] / settings["r"], names, network)
@@ -141,7 +141,7 @@ def _kohya_name(stem: str, names: KohyaNames) -> str:
     for pattern, new in names.renamed:
         name = re.sub(pattern, new, name)
     if names.renamed and name == stem:
-        raise UserError(f"the layer {stem} has no name in the format of kohya-ss; use --lora-format diffusers or peft")
+        raise UserError(f"the layer {stem} has no name in kohya-ss format; use --lora-format diffusers or peft")
     return names.prefix + (name if names.dotted else name.replace(".", "_"))
 
 

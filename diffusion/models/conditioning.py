@@ -59,10 +59,12 @@ class TextEncoders:
             if trainable is not None:
                 raise UserError(
                     f"{name} is trainable ({trainable}), so its embeddings cannot be cached; freeze it with "
-                    f"pipeline.{name}.requires_grad_(False), or embed the prompts again for every update"
+                    f"pipeline.{name}.requires_grad_(False), or re-embed the prompts for every update"
                 )
             if encoder.training:
-                raise UserError(f"{name} is in training mode and its dropout would be cached; call .eval() on it")
+                raise UserError(
+                    f"{name} is in training mode and its dropout would be cached; call pipeline.{name}.eval()"
+                )
 
     def encode(self, prompt: str, image: Tensor | None = None, *, negative: bool = False) -> Text:
         """Embed one prompt, with the image (3, h, w) in -1..1 that it edits, without gradient."""
@@ -107,7 +109,7 @@ class TextEncoders:
 
 
 def shortened(prompt: str) -> str:
-    """Shorten a prompt for an error message."""
+    """A prompt, shortened for an error message."""
     return f"prompt {prompt[:SHOWN_CHARACTERS]!r}" + ("..." if len(prompt) > SHOWN_CHARACTERS else "")
 
 
@@ -318,8 +320,9 @@ class PromptEmbeddings:
         """
         if self._evicted:
             raise UserError(
-                f"{len(self._evicted)} prompts left the {self.max_bytes} bytes of memory and could not be embedded "
-                f"again, the first {shortened(min(self._evicted).prompt)}; give a folder or raise max_bytes"
+                f"{len(self._evicted)} prompts were evicted from the cache of {self.max_bytes} bytes and can no "
+                f"longer be embedded, the first one {shortened(min(self._evicted).prompt)}; pass a folder or "
+                "increase max_bytes"
             )
         return self.encoders.free()
 
@@ -344,17 +347,17 @@ class PromptEmbeddings:
             f"{cut.tokenizer} reads {cut.limit} of {cut.tokens} tokens and drops {cut.text!r}" for cut in cuts
         )
         if self.encoders.lost(prompt):
-            raise UserError(f"{shortened(prompt)} is too long: {where}; shorten it, or raise max_sequence_length")
+            raise UserError(f"{shortened(prompt)} is too long: {where}; shorten it, or increase max_sequence_length")
         if cuts and not self._warned:
             self._warned = True
             LOGGER.warning(
-                "%s is too long for CLIP alone: %s; T5 reads all of it, so such prompts are used",
+                "%s is too long for CLIP alone: %s; T5 reads all of it, so these prompts are used",
                 shortened(prompt),
                 where,
             )
         if self.encoders.freed:
             raise UserError(
-                f"{shortened(prompt)} is not cached and the text encoders were freed; ask for it before that"
+                f"{shortened(prompt)} is not cached and the text encoders were freed; embed it before freeing them"
             )
         self.encoded += 1
         embedding = self.encoders.encode(prompt, self._pixels(image), negative=key.negative)
@@ -367,7 +370,7 @@ class PromptEmbeddings:
         if image is None:
             return None
         if not self.family.takes_image:
-            raise UserError(f"{self.family.pipeline_class} takes no image to be edited")
+            raise UserError(f"{self.family.pipeline_class} does not support image editing")
         assert self.size is not None
         autoencoder = self.family.pipeline.vae
         pixels = torch.from_numpy(image.pixels(*self.size).copy()).to(autoencoder.device)
@@ -393,7 +396,9 @@ def _temporary(folder: Path | str) -> tempfile.TemporaryDirectory[str]:
         # one per process: a shared folder would be deleted by the process that ends first
         return tempfile.TemporaryDirectory(prefix="embeddings-", dir=place)
     except OSError as error:
-        raise UserError(f"embeddings cannot be kept in {place}: {error}; set model.embedding_cache") from error
+        raise UserError(
+            f"embeddings cannot be stored in {place}: {error}; set model.embedding_cache to another folder"
+        ) from error
 
 
 def _bytes(embedding: Text) -> int:
@@ -407,7 +412,9 @@ def _write(embedding: Text, file: Path) -> Path:
         # safetensors refuses views, which embeddings often are
         save_file({name: value.cpu().contiguous() for name, value in embedding.items()}, file)
     except (OSError, SafetensorError) as error:  # a full disk
-        raise UserError(f"an embedding cannot be written to {file}: {error}; set model.embedding_cache") from error
+        raise UserError(
+            f"an embedding cannot be written to {file}: {error}; set model.embedding_cache to another folder"
+        ) from error
     return file
 
 

@@ -58,14 +58,14 @@ class DiffusionLora:
     alpha: int = bounded(64, at_least=1)
     """The adapters' output is scaled by alpha / rank."""
     dropout: float = rare(bounded(0.0, at_least=0, below=1))
-    """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
+    """Dropout on the adapters' input during training; above 0, the ratio is not 1 even before the first update."""
     targets: list[str] | None = rare(None)
     """Linear layers to adapt, by the end of their name. Default: the family's."""
 
     def validate(self) -> None:
         """Reject an empty list of layers; raises UserError."""
         if self.targets is not None and not self.targets:
-            raise UserError("model.lora.targets names no layer; leave it out for those of the family")
+            raise UserError("model.lora.targets is empty; leave it out to use the family's layers")
 
 
 @dataclass
@@ -73,8 +73,8 @@ class PipelineConfig(BuiltPath):
     """The pipeline to train, its precision and size."""
 
     path: str = MISSING
-    """Pipeline folder, hub id such as stabilityai/stable-diffusion-3.5-medium, folder of saved weights of either, or
-    folder of a run (its best checkpoint)."""
+    """Pipeline folder, Hub id such as stabilityai/stable-diffusion-3.5-medium, folder of weights saved from either, or
+    run folder (its best checkpoint)."""
     family: str | None = rare(None)
     """`module:Class` of a `diffusion.families.base.Family`, for pipelines without a built-in family."""
     family_options: dict[str, Any] = rare(field(default_factory=dict))
@@ -84,7 +84,7 @@ class PipelineConfig(BuiltPath):
     lora: DiffusionLora = field(default_factory=DiffusionLora)
     """Adapters instead of full fine-tuning."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: saves memory, takes about a third more time."""
+    """Recompute activations in the backward pass: saves memory but takes about a third more time."""
     height: int | None = bounded(None, at_least=1)
     """Image height in pixels. Default: the size the pipeline was trained for."""
     width: int | None = bounded(None, at_least=1)
@@ -94,17 +94,17 @@ class PipelineConfig(BuiltPath):
     networks: list[str] | None = rare(None)
     """Networks to train if the family has several. Default: all of them."""
     guidance_embedding: float = rare(bounded(3.5, at_least=0))
-    """Guidance scale passed to guidance-distilled FLUX transformers; other models have no such input."""
+    """Guidance scale passed to guidance-distilled FLUX transformers; other models do not have this input."""
     max_sequence_length: int | None = bounded(None, at_least=1)
     """Maximum number of tokens of the long text encoder. Default: the pipeline's own, 256 for Stable Diffusion 3 and
     512 for FLUX."""
     free_text_encoders: bool = False
     """Embed all prompts at the start of the run and free the text encoders; no other prompts can be used then."""
     embedding_memory_mb: int = rare(bounded(256, at_least=1))
-    """Memory for prompt embeddings, in 2^20 bytes; one of SD3.5 in bfloat16 takes 2.6. Embeddings beyond the limit are
-    computed again, or read from files if the text encoders were freed."""
+    """Memory for prompt embeddings, in MiB; one SD3.5 embedding in bfloat16 takes 2.6. Embeddings beyond the limit are
+    recomputed, or read from files if the text encoders were freed."""
     embedding_cache: str | None = rare(None)
-    """Folder for these files, which are deleted at the end of the run. Default: the system's temporary folder."""
+    """Folder for embedding files, which are deleted at the end of the run. Default: the system's temporary folder."""
 
 
 def full_model() -> PipelineConfig:
@@ -163,7 +163,9 @@ def _targets(network: nn.Module, wanted: list[str] | None, of_family: Sequence[s
     if unknown:
         # names within a block, each once: a full list would repeat them for every block
         known = dict.fromkeys(re.sub(r"^.*blocks\.\d+\.", "", name) for name in linear if "blocks." in name)
-        raise UserError(f"model.lora.targets names {unknown}; a block of the network has: {', '.join(known)}")
+        raise UserError(
+            f"model.lora.targets contains unknown layers {unknown}; a block of the network has: {', '.join(known)}"
+        )
     # peft takes name endings, but it refuses a match that is not a linear layer
     if all(len(ends(modules, target)) == len(ends(linear, target)) for target in targets):
         return targets
@@ -215,7 +217,9 @@ class DiffusionPolicy(nn.Module):
         self.trained_networks = tuple(present if config.networks is None else config.networks)
         """Names of the trained networks."""
         if unknown := [name for name in self.trained_networks if name not in present]:
-            raise UserError(f"model.networks names {unknown}; {config.path} has {', '.join(present)}")
+            raise UserError(
+                f"model.networks contains unknown networks {unknown}; {config.path} has {', '.join(present)}"
+            )
         for name in present:
             network = getattr(pipeline, name)
             # untrained networks are registered too: they have to move with the policy, and the forward pass calls them
@@ -233,8 +237,8 @@ class DiffusionPolicy(nn.Module):
         """Whether the guidance scale is an input of the network."""
         if not self.distilled and config.guidance_embedding != PipelineConfig.guidance_embedding:
             raise UserError(
-                f"model.guidance_embedding is {config.guidance_embedding}, but the transformer of {config.path} has no "
-                "such input; leave it out, and set sampler.guidance"
+                f"model.guidance_embedding is {config.guidance_embedding}, but the transformer of {config.path} has "
+                "no guidance input; leave it out and set sampler.guidance"
             )
         # Device and precision are read from the largest weight: adapters are float32, and some networks keep norms in
         # float32. Its name is kept rather than the tensor, which `to` may replace.
@@ -330,7 +334,7 @@ class DiffusionPolicy(nn.Module):
             UserError: the model has no adapter.
         """
         if not self.has_adapter:
-            raise UserError("the model has no adapter to switch off; set model.lora.enabled or use a frozen copy")
+            raise UserError("the model has no adapter to disable; set model.lora.enabled or use a frozen copy")
         # may be nested: the outermost use switches the adapter on again
         if self._adapter_off:
             yield
@@ -423,7 +427,7 @@ def make_family(pipeline: Any, config: PipelineConfig) -> Family:
     # options that every model has are fields of `model`, unless the family does not read them
     given = {name: getattr(config, name) for name in ("max_sequence_length", "guidance_embedding") if name in names}
     if both := [name for name in given if name in config.family_options]:
-        raise UserError(f"model.family_options names {both}, which is model.{both[0]}; give it there")
+        raise UserError(f"model.family_options contains {both}; set model.{both[0]} instead")
     options = from_values(kind.options_class, given | config.family_options, "model.family_options")
     check_config(options, "model.family_options")
     return kind(pipeline, options)
@@ -484,7 +488,10 @@ def _find_start(path: str, config: PipelineConfig) -> _Start:
     # saved weights may be based on saved weights: a full fine-tune of a fine-tune, an adapter on a fine-tune
     below = _find_start(str(saved["path"]), config)
     if below.adapter is not None:
-        raise UserError(f"{file} goes on from an adapter, {below.adapter}; save_pipeline makes a pipeline of one")
+        raise UserError(
+            f"{file} was trained on top of an adapter, {below.adapter}; use save_pipeline to merge it into a "
+            "pipeline first"
+        )
     if saved.get("kind") == "lora":
         # the adapter is only noted here: the policy has to add its layers before they can be loaded
         return below._replace(adapter=file.parent)
@@ -512,11 +519,11 @@ def _check_kind(policy: DiffusionPolicy, folder: Path) -> None:
     """Reject a folder that was saved with different settings, and list them."""
     file = folder / BASE_FILE
     if not file.is_file():
-        raise UserError(f"{folder} is not a saved policy: it has no {BASE_FILE}")
+        raise UserError(f"{folder} is not a saved policy: {BASE_FILE} not found")
     saved = read_base(file)
     own = _base(policy)
     # not the pipeline class: the same transformer may come from a pipeline of another kind
     different = [key for key in ("transformer", "kind", "rank", "alpha", "networks") if saved.get(key) != own.get(key)]
     if different:
         said = ", ".join(f"{key} {saved.get(key)} instead of {own.get(key)}" for key in different)
-        raise UserError(f"the weights in {folder} do not fit this policy: they have {said}; adapt model.lora")
+        raise UserError(f"the weights in {folder} do not fit this policy: they have {said}; change model.lora to match")

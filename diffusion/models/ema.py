@@ -121,7 +121,9 @@ class EMAWeights:
         different = sorted(set(state) ^ set(self._values))
         different += [name for name, own in self._values.items() if name in state and state[name].shape != own.shape]
         if different:
-            raise UserError(f"the averaged weights are those of another policy; {', '.join(different[:4])} do not fit")
+            raise UserError(
+                f"the averaged weights belong to a different policy; {', '.join(different[:4])} do not match"
+            )
         self._values = {
             name: state[name].detach().to(value.device, torch.float32, copy=True)
             for name, value in self._values.items()
@@ -129,7 +131,7 @@ class EMAWeights:
 
     def _check_apart(self) -> None:
         if self._applied:
-            raise RuntimeError("the average is in the policy's place; leave applied() first.")
+            raise RuntimeError("the policy currently has the averaged weights; leave applied() first.")
 
 
 @torch.no_grad()
@@ -184,7 +186,7 @@ class EvalEmaConfig:
     """A moving average of the weights for evaluation and export; sampling and KL terms do not use it."""
 
     decay: float = bounded(0.0, at_least=0, below=1)
-    """Maximum weight of the old average, which is min((1 + s) / (10 + s), decay) at step s; 0 = no average."""
+    """Maximum weight of the old average; the weight is min((1 + s) / (10 + s), decay) at step s. 0 = no average."""
 
 
 class EvalAverage(EMAWeights):

@@ -1,4 +1,4 @@
-"""The Python that draws with an exported pipeline as evaluations do, and other facts for its card."""
+"""Python code that draws images with an exported pipeline as evaluations do, and other facts for its card."""
 
 from __future__ import annotations
 
@@ -25,8 +25,10 @@ def describe_pipeline(config: Any, policy: DiffusionPolicy, absent: str, form: s
     edits = family.takes_image and has_images(config, family.edits)
     kind = "video" if family.video else "image"
     facts = {
-        "decoding": f"Evaluations draw with {sampler.eval_steps} Euler steps and guidance {guidance:g}, from fixed "
-        "seeds; the noise of a seed is that of a generator of torch on the CPU, in float32.",
+        "decoding": (
+            f"Evaluations draw with {sampler.eval_steps} Euler steps and guidance {guidance:g}, from fixed seeds; "
+            "the noise of a seed is drawn by a float32 torch generator on the CPU."
+        ),
         "scheduler": _scheduler(policy, adapter=bool(form))[0],
         f"size of the {kind}": f"{width} x {height} pixels",
     }
@@ -38,7 +40,7 @@ def describe_pipeline(config: Any, policy: DiffusionPolicy, absent: str, form: s
         library="peft" if form == "peft" else "diffusers",
         task=f"{'image' if edits else 'text'}-to-{kind}",
         facts=facts,
-        limits=[f"The printed call draws other images than evaluations: {lacks}."] if lacks else [],
+        limits=[f"The printed call does not draw the same images as evaluations: {lacks}."] if lacks else [],
     )
 
 
@@ -91,8 +93,8 @@ def _scheduler(policy: DiffusionPolicy, *, adapter: bool) -> tuple[str, ...]:
     there = {name: value for name, value in drawing.config.items() if not name.startswith("_")}
     changed = [name for name, value in there.items() if own.config.get(name, value) != value]
     if kind == before and not changed:
-        return (f"{kind}, that of the start model; evaluations take the same steps",)
-    said = f"{kind} with the steps of evaluations; the start model has {before}"
+        return (f"{kind}, the start model's; evaluations take the same steps",)
+    said = f"{kind}, with the steps used by evaluations; the start model has {before}"
     if adapter:
         made = f"{kind}.from_config(pipeline.scheduler.config, {_written(there, changed)})"
         return said, f"from diffusers import {kind}", f"pipeline.scheduler = {made}  # as evaluations draw"
@@ -101,7 +103,7 @@ def _scheduler(policy: DiffusionPolicy, *, adapter: bool) -> tuple[str, ...]:
     values = _written(own.config, changed)
     return (
         f"{said} with {values}",
-        "# for the steps of the start model, which evaluations do not take:",
+        "# for the steps of the start model, which evaluations do not use:",
         f"# pipeline.scheduler = {kind}.from_config(pipeline.scheduler.config, {values})",
     )
 

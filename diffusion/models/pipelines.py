@@ -74,7 +74,7 @@ def load_pipeline(
     # before loading: a wrong scheduler should not cost the download of the weights
     if index["scheduler"][1] not in kind.schedulers:
         raise UserError(
-            f"{where} has the scheduler {index['scheduler'][1]}; {kind.pipeline_class} here needs "
+            f"{where} has the scheduler {index['scheduler'][1]}; {kind.pipeline_class} needs "
             f"{' or '.join(kind.schedulers)}"
         )
     pipeline = _from_pretrained(where, index, dtype, absent)
@@ -212,7 +212,8 @@ def _check_given(family: Family, images: NDArray[np.uint8]) -> None:
     if images.ndim in (4, 5) and (images.ndim == 5) != family.video:
         drawn, given = ("videos", "images (B, h, w, 3)") if family.video else ("images", "videos (B, F, h, w, 3)")
         raise UserError(
-            f"{family.pipeline_class} draws {drawn}, but was given {given}; a .npz file holds videos (N, F, h, w, 3)"
+            f"{family.pipeline_class} generates {drawn}, but got {given}; a .npz file must contain videos as (N, F, "
+            "h, w, 3)"
         )
     factor, group = family.factor, family.frame_factor
     fits = images.ndim == 4 + family.video and images.shape[-1] == 3
@@ -231,10 +232,10 @@ def _resolve(path_or_id: Path | str) -> tuple[str, Path | None]:
         return str(folder), folder
     if folder.is_dir():
         found = ", ".join(sorted(entry.name for entry in folder.iterdir())[:6]) or "nothing"
-        raise UserError(f"{folder} is not a pipeline folder: it has no {INDEX_FILE}; it holds {found}")
+        raise UserError(f"{folder} is not a pipeline folder: it has no {INDEX_FILE}; it contains {found}")
     if not isinstance(path_or_id, str) or not may_be_hub_id(path_or_id):
         raise UserError(
-            f"there is no pipeline folder {path_or_id}; give a folder with {INDEX_FILE} or a hub id (owner/name)"
+            f"pipeline folder {path_or_id} not found; pass a folder with {INDEX_FILE} or a Hub id (owner/name)"
         )
     return str(path_or_id), None
 
@@ -247,7 +248,7 @@ def _read_index(where: str, folder: Path | None) -> dict[str, Any]:
             index = dict(DiffusionPipeline.load_config(where))
         except Exception as error:  # hub and network errors
             raise UserError(
-                f"there is no local folder {where!r}, and it cannot be fetched from the hub: {first_line(error)}"
+                f"folder {where!r} not found, and it cannot be downloaded from the Hub: {first_line(error)}"
             ) from error
     else:
         index = read_json_object(folder / INDEX_FILE)
@@ -269,14 +270,14 @@ def _check_part(name: str, part: list[Any], place: str) -> None:
     library, kind = part
     if library not in (None, *LIBRARIES) and not library.startswith(OWN_CLASSES):
         raise UserError(
-            f"{place}: {name} is a class of {library!r:.80}; allowed are {', '.join(LIBRARIES)} and this package, as "
-            "code in a model folder is never run"
+            f"{place}: {name} is a class of {library!r:.80}; only {', '.join(LIBRARIES)} and this package are "
+            "allowed, because code in a model folder is never run"
         )
     # AutoModel and its kind follow `auto_map` to code; AutoencoderKL is an ordinary class
     if kind is not None and re.match("Auto(?!encoder)", kind):
         raise UserError(
-            f"{place}: {name} is {kind!r:.80}, which may refer to code in the folder, and that is never run; "
-            "name the class itself"
+            f"{place}: {name} is {kind!r:.80}, which may refer to code in the folder, which is never run; use a "
+            "plain class name"
         )
 
 
@@ -295,7 +296,7 @@ def _absent_parts(index: dict[str, Any], family: type[Family], where: str, folde
     if folder is not None:
         for name in names:
             if name not in absent and not (folder / name).is_dir():
-                raise UserError(f"{where} lacks the folder {name}, which its {INDEX_FILE} names")
+                raise UserError(f"{where} lacks the folder {name}, which is listed in its {INDEX_FILE}")
     return absent
 
 
@@ -339,12 +340,12 @@ def _check_complete(name: str, part: torch.nn.Module, where: str) -> None:
     # diffusers leaves missing weights on the meta device and only logs a warning
     lacking = [key for key, weight in part.state_dict().items() if weight.is_meta]
     if lacking:
-        raise UserError(f"the files of {name} in {where} lack {len(lacking)} tensors, such as {lacking[0]}")
+        raise UserError(f"{len(lacking)} tensors are missing from the files of {name} in {where}, such as {lacking[0]}")
     check_finite(dict(part.named_parameters()), f"{name} in {where}")
 
 
 SCHEDULER_OPTIONS = {
     "invert_sigmas": "so its times run from image to noise",
-    "stochastic_sampling": "so its steps are neither the Euler step nor one whose log-probability is known here",
+    "stochastic_sampling": "so its steps are neither Euler steps nor steps with a known log-probability",
 }
 """Unsupported scheduler options, and what they change."""

@@ -26,7 +26,9 @@ def read_base(file: Path) -> dict[str, Any]:
     """Read which base pipeline the saved weights of a folder belong to; raises UserError if the file is damaged."""
     saved = read_json_object(file)
     if not isinstance(saved.get("path"), str):
-        raise UserError(f"{file} names no base pipeline: it has {', '.join(saved) or 'nothing'}")
+        raise UserError(
+            f"{file} does not say which base pipeline it belongs to: it has {', '.join(saved) or 'nothing'}"
+        )
     return saved | {"path": base_path(saved, file.parent)}
 
 
@@ -134,7 +136,9 @@ def copy_into(network: Any, state: dict[str, Tensor], folder: Path, *, adapter_o
     inexact = [key for key in own if own[key].dtype != state[key].dtype]
     if inexact:
         key = inexact[0]
-        raise UserError(f"{key} in {folder} is {state[key].dtype}, here it is {own[key].dtype}; set model.dtype to fit")
+        raise UserError(
+            f"{key} in {folder} is {state[key].dtype}, but the model has {own[key].dtype}; change model.dtype to match"
+        )
     check_finite(state, folder)
     with torch.no_grad():
         for key, value in state.items():

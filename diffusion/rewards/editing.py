@@ -43,5 +43,7 @@ def _likeness(image: NDArray[np.uint8], reference: NDArray[np.uint8], box: Seque
 def _checked(box: Any) -> Sequence[float]:
     fits = len(box) == 4 and 0 <= box[0] < box[2] <= 1 and 0 <= box[1] < box[3] <= 1
     if not fits:
-        raise ValueError(f"the box {list(box)} must be left, top, right and bottom as shares of width and height")
+        raise ValueError(
+            f"the box {list(box)} must be left, top, right and bottom as fractions of the width and height"
+        )
     return box  # type: ignore[no-any-return]

@@ -1,4 +1,4 @@
-"""The image rewards by name, and how a run gets them as functions."""
+"""The table of image rewards, and how they are loaded as functions."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def load_image_rewards(
     options = options or {}
     for name in (*names, *options):
         if name not in IMAGE_REWARDS:
-            raise UserError(f"there is no image reward {name!r}{_hint(name, list(IMAGE_REWARDS))}")
+            raise UserError(f"unknown image reward {name!r}{_hint(name, list(IMAGE_REWARDS))}")
     return {name: _bound(IMAGE_REWARDS[name], options.get(name, {})) for name in names}
 
 
@@ -107,11 +107,11 @@ def _bound(reward: ImageReward, options: Mapping[str, Any]) -> Callable[..., Any
 
 
 def _hint(wanted: str, known: Sequence[str]) -> str:
-    return f"; {did_you_mean(wanted, known)}known are: {', '.join(known) or 'none'}"
+    return f"; {did_you_mean(wanted, known)}known: {', '.join(known) or 'none'}"
 
 
 COLUMNS = ("metadata", "reference", "box")
-"""Arguments of rewards that are columns of the data and no options."""
+"""Arguments of rewards that are data columns, not options."""
 
 _TABLE = (
     ImageReward(
@@ -120,26 +120,26 @@ _TABLE = (
     ),
     ImageReward(
         "jpeg_compressibility", "diffusion.rewards.jpeg:jpeg_compressibility",
-        "minus the size in kB of the image as a JPEG file", "DDPO, arXiv 2305.13301", (None, 0.0),
+        "negative size in kB of the image as a JPEG file", "DDPO, arXiv 2305.13301", (None, 0.0),
     ),
     ImageReward(
         "kept", "diffusion.rewards.editing:kept",
-        "likeness of an edited image with its reference, outside of the column box where there is one", "this suite",
+        "similarity of an edited image to its reference, outside the box in column box if there is one", "this suite",
         (0.0, 1.0),
     ),
     ImageReward(
-        "smoothness", "diffusion.rewards.video_rewards:smoothness", "likeness of neighbouring frames of a video",
+        "smoothness", "diffusion.rewards.video_rewards:smoothness", "similarity of neighbouring frames of a video",
         "this suite", (0.0, 1.0), video=True,
     ),
     ImageReward(
         "motion", "diffusion.rewards.video_rewards:motion",
-        "way of the bright parts of a video in the direction that the prompt names", "this suite", (-1.0, 1.0),
+        "movement of the bright parts of a video in the prompt's direction", "this suite", (-1.0, 1.0),
         video=True,
     ),
     ImageReward(
         "ocr", "diffusion.rewards.ocr:ocr",
-        "1 for an image in which the quoted text can be read, less by edit distance",
-        "Flow-GRPO, arXiv 2505.05470", (0.0, 1.0), needs="the extra ocr, or the program tesseract",
+        "1 if the quoted text can be read in the image, lower by edit distance otherwise",
+        "Flow-GRPO, arXiv 2505.05470", (0.0, 1.0), needs="the extra ocr or the program tesseract",
     ),
     ImageReward(
         "pickscore", "diffusion.rewards.learned:pickscore", "human preference for the image given the prompt",
@@ -147,12 +147,12 @@ _TABLE = (
         needs="the option path: folder of PickScore_v1 with its processor",
     ),
     ImageReward(
-        "clip_score", "diffusion.rewards.learned:clip_score", "fit of image and prompt", "CLIPScore, arXiv 2104.08718",
-        (None, None), offline=False, needs="the option path: folder of CLIP ViT-L/14",
+        "clip_score", "diffusion.rewards.learned:clip_score", "how well the image matches the prompt",
+        "CLIPScore, arXiv 2104.08718", (None, None), offline=False, needs="the option path: folder of CLIP ViT-L/14",
     ),
     ImageReward(
         "image_similarity", "diffusion.rewards.learned:image_similarity",
-        "likeness of an edited image with its reference, by CLIP", "yifan123/flow_grpo, on CLIP, arXiv 2103.00020",
+        "similarity of an edited image to its reference, by CLIP", "yifan123/flow_grpo, on CLIP, arXiv 2103.00020",
         (-1.0, 1.0), offline=False, needs="the option path: folder of CLIP ViT-L/14",
     ),
     ImageReward(
@@ -166,13 +166,13 @@ _TABLE = (
         needs="the option path: folder of ImageReward, and the package ImageReward",
     ),
     ImageReward(
-        "aesthetic", "diffusion.rewards.learned:aesthetic", "beauty of the image, regardless of its content",
+        "aesthetic", "diffusion.rewards.learned:aesthetic", "aesthetic quality of the image, regardless of its content",
         "christophschuhmann/improved-aesthetic-predictor; DDPO, arXiv 2305.13301", (None, None), offline=False,
         needs="the option path: folder of CLIP ViT-L/14 with the head",
     ),
     ImageReward(
         "unified_reward", "diffusion.rewards.remote:unified_reward",
-        "score that a vision-language model at a server gives", "UnifiedReward, arXiv 2503.05236", (0.0, 1.0),
+        "score from a vision-language model on a server", "UnifiedReward, arXiv 2503.05236", (0.0, 1.0),
         offline=False, needs="the option url: an OpenAI-compatible server",
     ),
 )  # fmt: skip

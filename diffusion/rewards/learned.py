@@ -42,7 +42,7 @@ def pickscore(
     batch: int = 16,
     **_: Any,
 ) -> list[float]:
-    """Score how much people would like an image (H, W, 3) uint8 for its prompt, cosine * the model's scale / 26.
+    """Score human preference for an image (H, W, 3) uint8 given its prompt, cosine * the model's scale / 26.
 
     Options: `path`, folder of PickScore_v1 with its CLIP processor; `device`; `batch`, images at a time.
 
@@ -100,7 +100,7 @@ def hpsv2(
     batch: int = 16,
     **_: Any,
 ) -> list[float]:
-    """Score how much people would like an image for its prompt, as a plain cosine.
+    """Score human preference for an image given its prompt, as a plain cosine.
 
     Options as for `pickscore`; the folder contains the released HPS_v2.1_compressed.pt, which needs the package
     open_clip, or the same weights converted for transformers.
@@ -139,7 +139,7 @@ def aesthetic(
         features = model.image_features(images)
         if network[0].in_features != features.shape[-1]:
             raise UserError(
-                f"the aesthetic head reads {network[0].in_features} features, the model at {path} has "
+                f"the aesthetic head takes {network[0].in_features} features, but the model at {path} has "
                 f"{features.shape[-1]}; the released head belongs to CLIP ViT-L/14"
             )
         with torch.no_grad():
@@ -150,7 +150,7 @@ def aesthetic(
 def image_reward(
     prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], *, path: str, device: str = "cpu", **_: Any
 ) -> list[float]:
-    """Score how much people would like an image for its prompt, standardised over the training images.
+    """Score human preference for an image given its prompt, standardised over the training images.
 
     Options: `path`, a folder with ImageReward.pt and med_config.json, and `device`. The package downloads the tokenizer
     bert-base-uncased unless it is in the Hugging Face cache.
@@ -267,7 +267,7 @@ def _load_open_clip(path: str, device: str) -> _OpenClip:
     except ModuleNotFoundError as error:
         raise UserError(
             f"reward hpsv2: {HPS_FILE} needs the package open_clip; install it with pip install open_clip_torch, or "
-            "give a folder with the weights converted for transformers"
+            "pass a folder with weights converted for transformers"
         ) from error
     model, _, transform = open_clip.create_model_and_transforms(HPS_ARCHITECTURE, pretrained=None, device=device)
     # `weights_only`: a checkpoint is a pickle, which could run code
@@ -309,7 +309,9 @@ def _load(path: str, device: str) -> Any:
     folder = Path(foreign_model(path, "an ImageReward"))
     missing = [name for name in (WEIGHTS_FILE, CONFIG_FILE) if not (folder / name).is_file()]
     if missing:
-        raise UserError(f"weights not found at {path}, expected {WEIGHTS_FILE} and {CONFIG_FILE}; no {missing[0]}")
+        raise UserError(
+            f"weights not found at {path}, expected {WEIGHTS_FILE} and {CONFIG_FILE}; {missing[0]} is missing"
+        )
     try:
         import ImageReward
     except ModuleNotFoundError as error:

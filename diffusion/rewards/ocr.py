@@ -1,4 +1,4 @@
-"""Check whether an image shows the text quoted in its prompt, read with PP-OCR or tesseract."""
+"""Checks whether an image shows the text quoted in its prompt, as read by PP-OCR or tesseract."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from PIL import Image
 from mmrl.errors import UserError
 
 MIN_SIDE_PX = 256
-"""Smaller images are enlarged before lines are looked for; readers work best on letters about 30 pixels high."""
+"""Smaller images are enlarged before text lines are detected; OCR works best on letters about 30 pixels high."""
 WEIGHTS = {"Det": "PP-OCRv6_det_small.onnx", "Rec": "PP-OCRv6_rec_small.onnx"}
 """Files of the package rapidocr that find lines and read them."""
 ROW_PX = 48
@@ -116,7 +116,9 @@ def _engine(whole_line: bool, threads: int) -> Any:
     for name in WEIGHTS.values():
         # without a path the engine would download what it does not find
         if not (folder / name).is_file():
-            raise UserError(f"reward ocr reads with {name}, which the installed rapidocr lacks; install rapidocr 3.10")
+            raise UserError(
+                f"reward ocr needs {name}, which the installed rapidocr does not have; install rapidocr 3.10"
+            )
     runtime = "EngineConfig.onnxruntime"
     chosen = {
         "Global.log_level": "error",
@@ -154,7 +156,7 @@ def _tesseract(program: str, language: str, whole_line: bool, timeout_s: float) 
             raise TimeoutError(f"{program} took longer than {timeout_s} s") from error
         if done.returncode != 0:
             message = done.stderr.decode(errors="replace").strip()[-300:]
-            raise RuntimeError(f"{program} ended with {done.returncode}: {message}")
+            raise RuntimeError(f"{program} exited with code {done.returncode}: {message}")
         return done.stdout.decode(errors="replace")
 
     return read

@@ -51,10 +51,10 @@ def unified_reward(
 
 
 def read_score(answer: str) -> float:
-    """Read the last "Final Score: x" in an answer."""
+    """Read the last "Final Score: x" in a response."""
     found = FINAL_SCORE.findall(answer)
     if not found:
-        raise RuntimeError(f"the answer has no 'Final Score: x': {answer[-200:]!r}")
+        raise RuntimeError(f"the response has no 'Final Score: x': {answer[-200:]!r}")
     score = float(found[-1])
     if not 0.0 <= score <= HIGHEST:
         raise RuntimeError(f"the final score is {score}; must be between 0 and {HIGHEST:.0f}")

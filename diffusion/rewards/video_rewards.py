@@ -52,7 +52,7 @@ def motion(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_
 
 def _videos(completions: Sequence[NDArray[np.uint8]]) -> Sequence[NDArray[np.uint8]]:
     if any(completion.ndim != 4 for completion in completions):
-        raise UserError("this reward scores videos, but the model draws images")
+        raise UserError("this reward scores videos, but the model generates images")
     return completions
 
 

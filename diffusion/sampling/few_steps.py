@@ -11,9 +11,9 @@ from diffusion.sampling.latent_sampler import LatentSamplerConfig
 
 LOGGER = logging.getLogger("mmrl")
 MOST = 10
-"""Number of steps beyond what any such model needs."""
+"""Maximum number of steps that any of these models needs."""
 NAMED = re.compile(r"turbo|schnell|lightning|hyper-?sd|\blcm\b|distilled", re.IGNORECASE)
-"""Names of such models; for some of them (SD3.5-large-turbo, Z-Image-Turbo) the name is the only sign."""
+"""Names of few-step models; for some of them (SD3.5-large-turbo, Z-Image-Turbo) the name is the only sign."""
 
 
 def sign_of_few_steps(policy: Any) -> str:
@@ -27,7 +27,7 @@ def sign_of_few_steps(policy: Any) -> str:
 
 
 def warn_of_few_steps(policy: Any, config: LatentSamplerConfig, key: str = "sampler", *, matched: bool = False) -> None:
-    """Warn about guidance, many steps and methods that a few-step model was not made for.
+    """Warn about guidance, step counts and methods that do not suit a few-step model.
 
     Args:
         policy: a `DiffusionPolicy`.
@@ -38,21 +38,22 @@ def warn_of_few_steps(policy: Any, config: LatentSamplerConfig, key: str = "samp
     sign = sign_of_few_steps(policy)
     if not sign:
         return
-    said = f"this model is taken for one distilled to few steps without guidance, since {sign}"
+    said = f"this model appears to be distilled to few steps without guidance, since {sign}"
     for name in ("guidance", "eval_guidance"):
         if (scale := getattr(config, name)) not in (None, 1.0):
             LOGGER.warning(
-                "%s.%s is %s, but %s: twice the cost, and images that its own pipeline does not draw; set it to 1",
+                "%s.%s is %s, but %s: this doubles the cost and gives different images from the model's own "
+                "pipeline; set it to 1",
                 *(key, name, scale, said),
             )
     for name in ("steps", "eval_steps"):
         # a method with given images reads only the steps of evaluations
         drawn = name == "eval_steps" or key == "sampler"
         if drawn and (steps := getattr(config, name)) > MOST:
-            LOGGER.warning("%s.%s is %d, but %s; set it to the steps that its card names", key, name, steps, said)
+            LOGGER.warning("%s.%s is %d, but %s; set it to the number of steps on its card", key, name, steps, said)
     if matched:
         LOGGER.warning(
-            "%s, but this method teaches velocities of a path in many small steps, so it unlearns to draw in few; "
-            "flow_grpo and other methods that train the sampler's own steps do not",
+            "%s, but this method trains velocities for many small steps, so the model will lose its ability to draw "
+            "in few steps; flow_grpo and other methods that train the sampler's own steps avoid this",
             said,
         )

@@ -88,7 +88,7 @@ class GuidedVelocity:
 
     @property
     def halves(self) -> int:
-        """Model rows that one image costs at each step: 1 or 2."""
+        """Model evaluations per image and step: 1 or 2."""
         return (self._positive is not None) + (self._negative is not None)
 
     def __call__(self, latents: Tensor, sigma: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def guided(
 
 def _negative_rows(negative: TextRows | None, text: TextRows, scale: float) -> TextRows:
     if negative is None:
-        raise UserError(f"guidance scale {scale} needs a negative prompt, which may be empty; scale 1 needs none")
+        raise UserError(f"guidance scale {scale} needs a negative prompt (which may be empty), unless the scale is 1")
     if len(negative) == 1:
         # one prompt is shared by all rows, but each row keeps its image to be edited
         return negative.for_rows_of(text)
@@ -187,7 +187,7 @@ class LatentSamplerConfig:
     """Sampling of images for training and evaluation."""
 
     steps: int = bounded(10, at_least=1)
-    """Denoising steps of a training rollout."""
+    """Number of denoising steps in a training rollout."""
     guidance: float = bounded(4.5, at_least=0)
     """Classifier-free guidance scale in rollouts and in training; 1 = no guidance, which halves the cost of a step."""
     negative_prompt: str = rare("")
@@ -196,7 +196,8 @@ class LatentSamplerConfig:
     """Transition of the trained steps: flow_sde, dance_sde, cps, ddim or linear_sde; methods that learn from x_0 use
     `solver`."""
     noise_level: float = bounded(0.7, at_least=0)
-    """Noise of the stochastic steps, eta; the kernel defines its scale (tau for sa_solver). euler and dpm have none."""
+    """Noise level (eta) of the stochastic steps; the kernel defines its scale (tau for sa_solver). euler and dpm have
+    no noise."""
     window: int = rare(bounded(0, at_least=0))
     """Number of consecutive stochastic steps to train; the others are ODE steps. 0 = all steps within `fraction`."""
     window_low: int = rare(bounded(0, at_least=0))
@@ -215,7 +216,7 @@ class LatentSamplerConfig:
     fraction: float = rare(bounded(0.99, above=0, at_most=1))
     """Fraction of the steps to train; 0.99 skips the last one, whose Gaussian is too peaked."""
     random_share: float = rare(bounded(1.0, above=0, at_most=1))
-    """Fraction of these steps to train on, drawn for each image (DanceGRPO 0.6)."""
+    """Fraction of these steps to train on, drawn at random for each image (DanceGRPO 0.6)."""
     solver: str = choice("euler", lambda: SOLVERS)
     """Solver of rollouts without log-probabilities: euler, sa_solver (2nd order, stochastic), dpm (2nd order), or the
     stochastic steps flow_sde, dance_sde, cps, ddim and linear_sde, of which the last has no noise."""
@@ -226,7 +227,7 @@ class LatentSamplerConfig:
     batch_rows: int = bounded(64, at_least=1)
     """Maximum number of images drawn or decoded at once. Affects memory only."""
     eval_steps: int = bounded(40, at_least=1)
-    """ODE steps of evaluation images."""
+    """Number of ODE steps for evaluation images."""
     eval_guidance: float | None = bounded(None, at_least=0)
     """Guidance scale of evaluation images. Default: same as training."""
 
@@ -321,8 +322,8 @@ def check_guidance(policy: Any, config: LatentSamplerConfig, key: str = "sampler
         if policy.distilled and embedded != 1.0 and scale not in (None, 1.0):
             raise UserError(
                 f"{key}.{name} is {scale}, but guidance is distilled into this transformer and applied by "
-                f"model.guidance_embedding={embedded}: images would be guided twice; set {key}.{name}=1, or "
-                "model.guidance_embedding=1 for guidance by the negative prompt alone"
+                f"model.guidance_embedding={embedded}: guidance would be applied twice; set {key}.{name}=1, or "
+                "model.guidance_embedding=1 to use only the negative prompt"
             )
 
 
@@ -339,10 +340,10 @@ def check_networks(policy: Any, times: Tensor, key: str) -> None:
     if not idle:
         return
     names = " and ".join(idle)
-    said = f"{key}: no time of training, {float(times.min()):.3g} to {float(times.max()):.3g}, reaches {names}"
+    said = f"{key}: none of the training times, {float(times.min()):.3g} to {float(times.max()):.3g}, reaches {names}"
     if len(idle) == len(policy.trained_networks):
-        raise UserError(f"{said}, and model.networks trains nothing else; change one of the two")
-    LOGGER.warning("%s, whose weights stay as they are; change %s, or leave it out of model.networks", said, key)
+        raise UserError(f"{said}, and model.networks contains no other network; change one of the two")
+    LOGGER.warning("%s, so its weights will not change; change %s, or remove it from model.networks", said, key)
 
 
 def times_of(policy: Any, steps: int) -> Tensor:

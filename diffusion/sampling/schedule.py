@@ -117,7 +117,7 @@ def trained_steps(steps: int, fraction: float = 0.99) -> range:
     Source: yifan123/flow_grpo config/grpo.py, train.timestep_fraction.
     """
     if not 0 < fraction <= 1 or int(steps * fraction) < 1:
-        raise UserError(f"fraction={fraction} of {steps} steps trains none; use more steps or a fraction nearer to 1")
+        raise UserError(f"fraction={fraction} of {steps} steps trains none; use more steps or a fraction closer to 1")
     return range(int(steps * fraction))
 
 

@@ -73,7 +73,7 @@ class StepKernel(ABC):
         """
         if velocity.shape != latents.shape or latents.ndim < 2:
             shapes = f"velocity {tuple(velocity.shape)} and latents {tuple(latents.shape)}"
-            raise ValueError(f"{shapes} must have one shape, (B, C, H, W).")
+            raise ValueError(f"{shapes} must have the same shape, (B, C, H, W).")
         rows = len(latents)
         for time in (sigma, sigma_next):
             if time.shape not in ((), (rows,)):
@@ -324,8 +324,8 @@ def velocity_kl(velocity: Tensor, velocity_ref: Tensor, sigma: Tensor, kind: str
     """
     if velocity.shape != velocity_ref.shape or sigma.shape != (len(velocity),):
         raise ValueError(
-            f"velocities {tuple(velocity.shape)} and {tuple(velocity_ref.shape)} must have one shape, and sigma "
-            f"{tuple(sigma.shape)} one number for each of their rows."
+            f"velocities {tuple(velocity.shape)} and {tuple(velocity_ref.shape)} must have the same shape, and sigma "
+            f"{tuple(sigma.shape)} must have one number per row."
         )
     squares = (velocity.float() - velocity_ref.detach().float()).square().flatten(1).mean(1)
     return squares * VELOCITY_KLS[kind](sigma.float())

@@ -149,15 +149,19 @@ def check_trajectories(sampler: LatentSamplerConfig) -> None:
     if sampler.kernel in BOUNDED and sampler.noise_level > 1:
         raise ValueError(f"sampler.noise_level is {sampler.noise_level}; must be at most 1 for {sampler.kernel}")
     if sampler.steps < 2:
-        raise ValueError(f"sampler.steps is {sampler.steps}; needs at least 2, the last one is not trained")
-    sampler.refuse_set(["solver"], "the steps of this method are those of sampler.kernel")
+        raise ValueError(
+            f"sampler.steps is {sampler.steps}; at least 2 are needed, because the last one is not trained"
+        )
+    sampler.refuse_set(["solver"], "this method samples with sampler.kernel")
     if sampler.window:
-        sampler.refuse_set(["fraction"], f"sampler.window={sampler.window} sets the trained steps")
+        sampler.refuse_set(["fraction"], f"the trained steps are set by sampler.window={sampler.window}")
     else:
         options = ("window_low", "window_high", "window_schedule")
         sampler.refuse_set(options, "sampler.window is 0, so there is no window")
     if sampler.window_schedule in DRAWN_WINDOWS:
-        sampler.refuse_set(MOVES, f"sampler.window_schedule '{sampler.window_schedule}' draws the place of the window")
+        sampler.refuse_set(
+            MOVES, (f"sampler.window_schedule '{sampler.window_schedule}' draws the position of the window")
+        )
     try:
         # a trial run: the checks of the window's position are made where it is computed
         trained_window(sampler, torch.Generator())

@@ -6,22 +6,28 @@ _DIGITS = "this suite; scans of E. Alpaydin and C. Kaynak, UCI repository, 1998"
 IMAGE_REWARDS = {
     "shapes_geneval": {
         "function": "diffusion.toy.shapes.geneval:shapes_geneval",
-        "summary": "share of what a caption of shapes asks for: shapes, counts, colours, relation, nothing else",
+        "summary": (
+            "fraction of what the caption asks for that the image shows: shapes, counts, colours, relation, nothing "
+            "else"
+        ),
         "citation": "after GenEval, arXiv 2310.11513, but with nothing else; graded as in Flow-GRPO, arXiv 2505.05470",
         "range": (0.0, 1.0),
     },
     "shapes_geneval_strict": {
         "function": "diffusion.toy.shapes.geneval:shapes_geneval_strict",
-        "summary": "1 for exactly what a caption of shapes asks for and nothing else, else 0",
+        "summary": "1 if the image shows exactly what the caption asks for and nothing else, otherwise 0",
         "citation": "this suite; stricter than GenEval, arXiv 2310.11513, which accepts more objects than "
         "were asked for",
         "range": (0.0, 1.0),
     },
     "shapes_judge": {
         "function": "diffusion.toy.shapes.judge:shapes_judge",
-        "summary": "probability of the right counts under a network of another kind; for measuring, not for training",
+        "summary": (
+            "probability of the correct counts under a network with a different architecture; for evaluation, not "
+            "for training"
+        ),
         "citation": "this suite", "range": (0.0, 1.0),
-        "needs": "the option path; 40 seconds of training the first time",
+        "needs": "the option path; trains for 40 seconds on first use",
     },
     "class_prob": {
         "function": "diffusion.toy.digits:class_prob",
@@ -34,8 +40,10 @@ IMAGE_REWARDS = {
     },
     "class_prob_judge": {
         "function": "diffusion.toy.digits:class_prob_judge",
-        "summary": "probability of the captioned digit under a network that saw other scans; for measuring, "
-        "not for training",
+        "summary": (
+            "probability of the captioned digit under a network trained on other scans; for evaluation, not for "
+            "training"
+        ),
         "citation": _DIGITS, "range": (0.0, 1.0), "needs": "scikit-learn",
     },
     "moving_digit": {
@@ -44,35 +52,38 @@ IMAGE_REWARDS = {
     },
     "moving_digit_shape": {
         "function": "diffusion.toy.clips:moving_digit_shape",
-        "summary": "probability of the prompt's digit under a logistic regression, in the mean over "
-        "the frames of a video",
+        "summary": "probability of the prompt's digit under a logistic regression, averaged over the frames of a video",
         "citation": _DIGITS, "range": (0.0, 1.0), "video": True, "needs": "scikit-learn",
     },
     "moving_digit_direction": {
         "function": "diffusion.toy.clips:moving_digit_direction",
-        "summary": "share of a video's steps in which the centre of brightness goes in the prompt's direction",
+        "summary": "fraction of a video's steps in which the centre of brightness moves in the prompt's direction",
         "citation": "this suite", "range": (0.0, 1.0), "video": True,
     },
     "moving_digit_judge": {
         "function": "diffusion.toy.clips:moving_digit_judge",
-        "summary": "digit and direction as a network that saw other scans and matched frames see them; "
-        "for measuring, not for training",
+        "summary": (
+            "digit and direction, judged by a network trained on other scans and by matching frames; for "
+            "evaluation, not for training"
+        ),
         "citation": _DIGITS, "range": (0.0, 1.0), "video": True, "needs": "scikit-learn",
     },
     "word_match": {
         "function": "diffusion.toy.words:word_match",
-        "summary": "correlation of the image with the most similar drawing of the quoted word; for measuring, "
-        "not for training",
+        "summary": (
+            "correlation of the image with the most similar drawing of the quoted word; for evaluation, not for "
+            "training"
+        ),
         "citation": "this suite", "range": (0.0, 1.0),
     },
     "caption_colour": {
         "function": "diffusion.toy.shapes.colour:caption_colour",
-        "summary": "nearness of the pixels to the colours of the caption", "citation": "this suite",
+        "summary": "closeness of the pixels to the colours in the caption", "citation": "this suite",
         "range": (0.0, 1.0),
     },
     "caption_position": {
         "function": "diffusion.toy.shapes.colour:caption_position",
-        "summary": "distance of two colours' centres of mass along the relation of the caption",
+        "summary": "distance between two colours' centres of mass along the caption's relation",
         "citation": "this suite", "range": (-1.0, 1.0),
     },
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Clips of a handwritten digit that moves: pictures to pre-train on, prompts, and judges of what a clip shows.
+"""Clips of a moving handwritten digit: clips for pre-training, prompts, and judges of what a clip shows.
 
 A clip is 5 frames of 12 x 12 pixels, in which one of scikit-learn's scans moves by a pixel a frame. The reward follows
 the centre of brightness and asks a logistic regression for the digit; the held-out judge compares neighbouring frames
@@ -26,9 +26,9 @@ from mmrl.files import write_atomically
 FRAMES = 5
 FRAME_PX = 12
 JITTER = 0
-"""Most pixels by which the middle of the way is off the middle of the frame."""
+"""Maximum offset in pixels between the middle of the digit's path and the middle of the frame."""
 LEAST_STEP = 0.25
-"""Pixels by which a frame has to differ from the one before for a move."""
+"""Minimum shift between frames, in pixels, that counts as a move."""
 LONGEST_STEP = 3
 """Largest shift between frames that the judge looks for."""
 CAPTIONS = tuple(f"a {digit} moving {way}" for digit in range(10) for way in DIRECTIONS)
@@ -55,23 +55,23 @@ def moving_digit_shape(prompts: Sequence[str], completions: Clips, **_: Any) -> 
 
 
 def moving_digit_direction(prompts: Sequence[str], completions: Clips, **_: Any) -> list[float]:
-    """Give the share of the steps in which the centre of brightness goes where the prompt says."""
+    """Give the fraction of steps in which the centre of brightness moves in the prompt's direction."""
     return _ways(_centre_step, prompts, completions)
 
 
 def moving_digit_judge(prompts: Sequence[str], completions: Clips, **_: Any) -> list[float]:
-    """Give the product of digit and direction as a network and the best match of neighbouring frames see them."""
+    """Give the product of digit and direction, as judged by a network and by the best match of neighbouring frames."""
     shapes, ways = _shapes("judge", prompts, completions), _ways(_matched_step, prompts, completions)
     return [shape * way for shape, way in zip(shapes, ways, strict=True)]
 
 
 def shuffled_moving_digit(prompts: Sequence[str], completions: Clips, **_: Any) -> list[float]:
-    """Give the values of `moving_digit`, shuffled among the clips: the control without a signal."""
+    """Give the values of `moving_digit`, shuffled among the clips: a control without a signal."""
     return shuffled(moving_digit(prompts, completions), completions)
 
 
 def shuffled(values: Sequence[Value], completions: Clips) -> list[Value]:
-    """Shuffle the rewards of images or clips among them, by their pixels alone."""
+    """Shuffle the rewards of images or clips, with a seed that only depends on their pixels."""
     digest = hashlib.blake2b(b"".join(clip.tobytes() for clip in completions), digest_size=8).digest()
     return [values[row] for row in np.random.default_rng(int.from_bytes(digest)).permutation(len(values))]
 
@@ -84,7 +84,7 @@ def build_prompts(path: str) -> Path:
 
 
 def build_clips(path: str, *, scans: int | None = None, seed: int = 0) -> Path:
-    """Write a clip of each scan, or of some, in each direction with its caption as one .npz file."""
+    """Write a captioned clip of each scan (or of some) in each direction, as one .npz file."""
     from diffusion.data.captioned_images import write_images
 
     clips, captions = draw_clips(scans, seed)
@@ -92,7 +92,7 @@ def build_clips(path: str, *, scans: int | None = None, seed: int = 0) -> Path:
 
 
 def build_pipeline(path: str, *, scans: int | None = None, seed: int = 0, **sizes: Any) -> Path:
-    """Write a tiny Wan pipeline whose transformer is random and whose autoencoder has seen the clips of some scans."""
+    """Write a tiny Wan pipeline with a random transformer and an autoencoder fitted to clips of some scans."""
     from diffusion.toy.pipelines.wan import BlockAutoencoder, build_tiny_wan
 
     autoencoder = BlockAutoencoder.fit(draw_clips(scans, seed=0)[0])
@@ -182,7 +182,7 @@ def _classifier(half: str) -> Any:
 def _grey(clips: Clips) -> list[NDArray[np.float32]]:
     """Brightness 0..1 (F, h, w) of clips (F, h, w, 3)."""
     if any(clip.ndim != 4 for clip in clips):
-        raise UserError("this reward scores videos, but the model draws images")
+        raise UserError("this reward scores videos, but the model generates images")
     return [clip.mean(3, dtype=np.float32) / 255 for clip in clips]
 
 

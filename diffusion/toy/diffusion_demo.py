@@ -1,4 +1,4 @@
-"""The diffusion demonstration: a tiny flow model learns to draw digits, AWM improves it, and an image shows both."""
+"""The diffusion demonstration: a tiny flow model learns to draw digits, AWM improves it, and a figure shows both."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
     return [
         *_table(pretrain, awm),
         _change_line(awm),
-        *([f"images before and after: {grid}"] if grid else []),
+        *([f"before and after: {grid}"] if grid else []),
         f"report: {report}",
     ]
 
@@ -61,7 +61,7 @@ def _table(pretrain: Path, awm: Path) -> list[str]:
         ("before AWM", read_result(awm)["first_evaluation"][SPLIT]),
         ("after AWM", read_result(awm)["last_evaluation"][SPLIT]),
     ]
-    lines = [f"mean reward of images of {int(rows[0][1]['n'])} prompts (95% interval), from the same seeds"]
+    lines = [f"mean reward over the images of {int(rows[0][1]['n'])} prompts (95% interval), from the same seeds"]
     return lines + [
         f"  {name:<11} optimised {_cell(row, OPTIMISED)}   held out {_cell(row, HELD_OUT)}" for name, row in rows
     ]
@@ -71,7 +71,7 @@ def _change_line(awm: Path) -> str:
     (table,) = score_tables([read_run(awm)])
     rows = [row for group in table["groups"] for row in group["rows"] if row["label"].startswith("class_prob")]
     cells = [f"{row['label']} {row['cells'][-1]['change']} {row['cells'][-1]['change_interval']}" for row in rows]
-    return f"change by AWM, in pairs over the prompts: {', '.join(cells)}"
+    return f"change from AWM, paired over prompts: {', '.join(cells)}"
 
 
 def _cell(row: dict[str, Any], name: str) -> str:

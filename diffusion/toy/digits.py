@@ -1,4 +1,4 @@
-"""Does the image look like the handwritten digit that was asked for? Classifiers of the scans scikit-learn ships.
+"""Does the image look like the handwritten digit that was asked for? Classifiers of scikit-learn's scans.
 
 The reward's classifier and the judge's see different halves of the 1797 scans and are of different kinds, so that a
 image which only pleases the weights of the first does not please the second.
@@ -27,7 +27,7 @@ INK = 16.0
 SPLIT_SEED = 0
 JUDGE_SEED = 7
 LEAST = 1e-12
-"""Smallest probability that the logarithm is taken of."""
+"""Minimum probability of which the logarithm is taken."""
 
 
 def class_prob(
@@ -52,7 +52,7 @@ def class_log_prob(
     metadata: Sequence[Mapping[str, Any] | None] | None = None,
     **_: Any,
 ) -> list[float]:
-    """Give the logarithm of `class_prob`, which still has a slope where the digit is improbable."""
+    """Give the logarithm of `class_prob`, which still has a slope when the digit is improbable."""
     return [float(np.log(max(value, LEAST))) for value in _probabilities("reward", prompts, completions, metadata)]
 
 
@@ -89,7 +89,7 @@ def _classifier(half: str) -> Any:
 
 
 def fit_classifier(half: str, scans: NDArray[np.float32], labels: NDArray[np.int64]) -> Any:
-    """Fit the kind of classifier that a half has: a logistic regression for the reward, a network for the judge."""
+    """Fit the classifier of a half: a logistic regression for the reward, a network for the judge."""
     from sklearn.exceptions import ConvergenceWarning
     from sklearn.linear_model import LogisticRegression
     from sklearn.neural_network import MLPClassifier
@@ -154,7 +154,7 @@ def build_images(path: str) -> Path:
 
 
 def build_pipeline(path: str, *, shift: float = 1.5, seed: int = 0, **sizes: Any) -> Path:
-    """Write a tiny Stable Diffusion 3 pipeline of 8 x 8 grey images whose transformer is random."""
+    """Write a tiny Stable Diffusion 3 pipeline with a random transformer, for 8 x 8 grey images."""
     from diffusion.toy.pipelines.patches import PatchAutoencoder
     from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 

@@ -1,4 +1,4 @@
-"""Short words to draw: pre-training pictures, prompts, a held-out judge, and a control with shuffled rewards.
+"""Short words to draw: images for pre-training, prompts, a held-out judge, and a control with shuffled rewards.
 
 A picture is one line of 32 x 16 pixels with a word of three letters, white on black. The reward is
 `diffusion.rewards.ocr` with `whole_line`; the held-out judge compares pixels with drawings of the word, so that strokes
@@ -48,12 +48,12 @@ def word_match(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]],
 
 
 def shuffled_ocr(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_: Any) -> list[float | None]:
-    """Give the values of `ocr` for whole lines, shuffled among the images: the control without a signal."""
+    """Give the values of `ocr` for whole lines, shuffled among the images: a control without a signal."""
     return shuffled(ocr(prompts, completions, whole_line=True), completions)
 
 
 def draw_word(word: str, font: str, shift: tuple[int, int] = (0, 0)) -> NDArray[np.uint8]:
-    """Draw a word in the middle of a picture (16, 32, 3) uint8, or shifted by columns and rows."""
+    """Draw a word in the middle of an image (16, 32, 3) uint8, or shifted by columns and rows."""
     letters = ImageFont.truetype(str(files("matplotlib") / "mpl-data" / "fonts" / "ttf" / font), LETTER_PX)
     left, top, right, bottom = letters.getbbox(word)
     place = ((WIDTH_PX - right + left) // 2 - left + shift[0], (HEIGHT_PX - bottom + top) // 2 - top + shift[1])
@@ -82,7 +82,7 @@ def build_images(path: str) -> Path:
 
 
 def build_pipeline(path: str, *, shift: float = 1.5, seed: int = 0, **sizes: Any) -> Path:
-    """Write a tiny Stable Diffusion 3 pipeline whose transformer is random, for pictures of words."""
+    """Write a tiny Stable Diffusion 3 pipeline with a random transformer, for images of words."""
     from diffusion.toy.pipelines.patches import PatchAutoencoder
     from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 

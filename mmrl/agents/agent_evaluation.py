@@ -28,17 +28,17 @@ RunEpisodes = Callable[[Sequence[AgentTask], Sequence[int], bool, Sequence[bool]
 
 @dataclass
 class AgentEvaluationConfig(EvaluationConfig):
-    """Evaluation on greedy episodes, and on sampled ones if `samples` asks for them."""
+    """Evaluation on greedy episodes, and also on sampled ones if `samples` is above 0."""
 
     samples: int = bounded(0, at_least=0)
-    """Further episodes of each task with sampled answers; 0 = none."""
+    """Additional episodes per task with sampled responses; 0 = none."""
     videos: int = bounded(2, at_least=0)
-    """First successes and first failures of the headline split that are kept as mp4, that many of each; 0 = none."""
+    """Number of successes and of failures of the headline split to save as mp4 (the first ones); 0 = none."""
 
 
 @dataclass
 class AgentMeasure(EpisodeMeasure[AgentTask]):
-    """Success over tasks, with greedy or with sampled answers.
+    """Success over tasks, with greedy or with sampled responses.
 
     The metrics are success/<protocol> with its interval (Wilson for greedy, bootstrap over tasks for sampled), the same
     for each name of a task, and the means of return, turns, unreadable answers, cut ones and refused actions. Episodes
@@ -103,14 +103,14 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
         return metrics | {f"episode/no_result/{self.protocol}": float(len(rows) - len(valid))}
 
     def record(self, row: Row) -> SampleRecord:
-        """An episode as its answers and its last image."""
+        """An episode as its responses and its last image."""
         return row["sample"]  # type: ignore[no-any-return]
 
     def failure(self, rows: Sequence[Row]) -> str:
-        """Reason why no episode has a result; empty if one has."""
+        """Reason why no episode has a result; empty if any episode has one."""
         if not rows or not all(row["failed"] for row in rows):
             return ""
-        return f"no episode of {self.split} came to a result: {rows[0]['reason']}"
+        return f"no episode of {self.split} has a result: {rows[0]['reason']}"
 
     def outcome(self, row: Row) -> Outcome | None:
         """Success and return of an episode; None without a result."""
@@ -120,7 +120,7 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
         return Outcome(row["id"], scores, {"task": row["name"]} if row["name"] else {})
 
     def about(self) -> Row:
-        """The environment, its limits and how answers are chosen."""
+        """The environment, its limits and how responses are chosen."""
         return {**self.setting, "decodings": {self.protocol: 1}, "bootstrap": self.seed}
 
     def state_of(self, row: Row) -> str:
@@ -128,7 +128,7 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
         return row["state"]  # type: ignore[no-any-return]
 
     def columns(self, row: Row) -> Row:
-        """Task, seed, return, turns, ending, and the answers with their digest."""
+        """Task, seed, return, turns, ending, and the responses with their digest."""
         return {
             "task": row["name"],
             "seed": self.seed_of(row["id"], row["repeat"]),
@@ -169,7 +169,7 @@ def _row(trial: Trial[AgentTask], episode: Episode) -> Row:
 
 
 def about_episode(episode: Episode) -> dict[str, Any]:
-    """Fields of a sample for the report: the answers of all turns, and the last image."""
+    """Fields of a sample for the report: the responses of all turns, and the last image."""
     turns = [f"[turn {number}] {answer}" for number, answer in enumerate(episode.answers, 1)]
     return {
         "id": episode.task.id,

@@ -85,12 +85,12 @@ class AgentRewardConfig:
     environment: float = rare(1.0)
     """Weight of the environment's reward, turn by turn."""
     format: float = rare(0.0)
-    """Penalty of each answer of which nothing is executed: without a readable action, or cut; 0.5 in ARPO."""
+    """Penalty for each response that executes nothing: it has no readable action or was truncated; 0.5 in ARPO."""
 
 
 @dataclass
 class AgentParts:
-    """Model, environment and evaluation of an agent's run; to be inherited before the configuration of a run."""
+    """Model, environment and evaluation of an agent's run; inherit from it before the configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model, adapter, precision."""
@@ -101,7 +101,7 @@ class AgentParts:
     conversation: ConversationConfig = field(default_factory=ConversationConfig)
     """Conversation that the agent reads."""
     actions: ActionConfig = field(default_factory=ActionConfig)
-    """Parsing of actions from the agent's answers."""
+    """How actions are parsed from the agent's responses."""
     episode: EpisodeConfig = field(default_factory=EpisodeConfig)
     """Limits on the length of episodes."""
 
@@ -111,8 +111,8 @@ class AgentParts:
         name = self.actions.format
         if self.conversation.tools and name in FORMATS and name != "tool_call":
             raise ValueError(
-                f"conversation.tools makes the chat template ask for tool calls, which actions.format '{name}' cannot "
-                "read; set actions.format: tool_call, or a custom function"
+                f"conversation.tools makes the chat template ask for tool calls, but actions.format '{name}' cannot "
+                "read them; set actions.format: tool_call, or a custom function"
             )
 
 
@@ -124,14 +124,14 @@ class AgentConfig(AgentParts, RunConfig):
     """Scores of the recipe in addition to log-probabilities."""
 
     data: TaskSetConfig = field(default_factory=TaskSetConfig)
-    """Tasks of training."""
+    """Training tasks."""
     sampler: EngineSamplerConfig = field(default_factory=EngineSamplerConfig)
-    """Sampling of a turn; its temperature is also that of scoring."""
+    """Sampling of a turn; the temperature is also used for scoring."""
     reward: AgentRewardConfig = field(default_factory=AgentRewardConfig)
     """Reward of an episode."""
     rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward functions of whole episodes, such as judges, added to this reward; they get the conversation and the
-    images of all turns."""
+    """Reward functions of whole episodes, such as judges. Their values are added to this reward; they receive the
+    conversation and the images of all turns."""
     evaluation: AgentEvaluationConfig = field(default_factory=AgentEvaluationConfig)
     """Evaluation on held-out tasks."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
@@ -158,7 +158,7 @@ class AgentConfig(AgentParts, RunConfig):
 
 
 def check_environment(pool: EnvPool, format: str, tools: bool) -> None:
-    """Refuse a format in which no action of an environment can be written, and missing tools; raises UserError."""
+    """Reject a format that cannot express the environment's actions, and missing tools; raises UserError."""
     if tools and not pool.tools:
         raise UserError(
             f"conversation.tools: {pool.factory} has no `tools`, a list of JSON schemas; see "
@@ -168,16 +168,16 @@ def check_environment(pool: EnvPool, format: str, tools: bool) -> None:
         known = ", ".join(list(pool.actions)[:5]) + ("..." if len(pool.actions) > 5 else "")
         fitting = ", ".join(pool.formats) or "a custom function (module:function)"
         raise UserError(
-            f"actions.format is '{format}', in which the actions of {pool.factory} ({known}) cannot all be written, so "
-            f"it would refuse them; formats that fit: {fitting}"
+            f"actions.format is '{format}', which cannot express all actions of {pool.factory} ({known}); formats "
+            f"that can: {fitting}"
         )
 
 
 def check_rewards(config: AgentConfig, name: str) -> None:
-    """Refuse rewards that the recipe `name` does not learn from; raises UserError."""
+    """Reject rewards that the recipe `name` does not learn from; raises UserError."""
     for key, default in (("rewards", []), ("reward", AgentRewardConfig())):
         if getattr(config, key) != default:
-            raise UserError(f"{name} learns from the environment's rewards alone; leave {key} out")
+            raise UserError(f"{name} learns only from the environment's rewards; remove {key}")
 
 
 class AgentDomain:
@@ -241,7 +241,7 @@ class AgentDomain:
         self.added["failures"] = self._failures
 
     def check_data(self) -> None:
-        """Refuse tasks, environments and records that the method cannot use, before the model is loaded."""
+        """Reject tasks, environments and records that the method cannot use, before the model is loaded."""
 
     def writer(self, policy: VlmPolicy) -> Writer:
         """Writes the conversations of some episodes."""
@@ -351,7 +351,7 @@ class AgentDomain:
         """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
         environment = config.environment.factory
         found = export_model(config, checkpoint, output)
-        limits = ("In training an environment wrote the prompts; the snippet above asks a plain question.",)
+        limits = ("During training an environment wrote the prompts; the snippet above asks a plain question.",)
         return replace(found, facts={**found.facts, "environment": environment}, limits=limits)
 
     def _note(self, episodes: Sequence[Episode]) -> None:
@@ -406,7 +406,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         kept = [own for own in groups if any(episode.has_result for episode in own)]
         if not kept:
             reasons = sorted({episode.reason for episode in episodes if episode.reason})
-            raise NoUsableTasksError(f"no episode came to a result: {'; '.join(reasons[:3])}")
+            raise NoUsableTasksError(f"no episode has a result: {'; '.join(reasons[:3])}")
         check_dropped(episodes)
         result = self.add_rewards(episodes, step)
         if result is not None:
@@ -415,7 +415,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         return kept
 
     def draw_groups(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams) -> list[list[Episode]]:
-        """Run G episodes of each task, from its start."""
+        """Run G episodes of each task from its beginning."""
         size = self.config.trainer.samples_per_task
         repeated, seeds = [task for task in tasks for _ in range(size)], streams.seeds(len(tasks), size).tolist()
         episodes = self.draw(policy, repeated, seeds)
@@ -424,7 +424,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
     def draw(
         self, policy: VlmPolicy, tasks: Sequence[AgentTask], seeds: Sequence[int], forks: Sequence[Fork | None] = ()
     ) -> list[Episode]:
-        """Run an episode of each task as training needs it."""
+        """Run one episode of each task, as training needs it."""
         return self.run_episodes(
             policy, tasks, seeds, bootstrap_observation=self._bootstraps, engine=self._engine, forks=forks
         )
@@ -483,7 +483,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the fraction of episodes whose last answer was not cut at the length limit."""
+        """Adds the fraction of episodes whose last response was not truncated at the length limit."""
         finished = AgentPayload.of(rollouts).finished_fraction
         return super().step_metrics(rollouts) | {"response/finished_fraction": finished}
 

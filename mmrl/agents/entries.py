@@ -20,14 +20,14 @@ RECIPES = (
     RecipeEntry(
         "agent_clone",
         "mmrl.agents.methods.clone:AgentCloneRecipe:AgentCloneConfig",
-        "supervised warm start of an agent on the environment's own expert",
+        "supervised warm start of an agent, cloning the environment's expert",
         "maximum likelihood",
         supervised=True,
     ),
     RecipeEntry(
         "vl_dac",
         "mmrl.agents.methods.vl_dac:VlDacRecipe:VlDacConfig",
-        "PPO over tokens with a critic over environment steps that warms up first (the paper's constants)",
+        "PPO over tokens with a critic over environment steps that warms up first (the paper's hyperparameters)",
         "Bredis et al., VL-DAC, arXiv 2508.04280",
     ),
     RecipeEntry(
@@ -61,34 +61,42 @@ BUILDS_ON = "mmrl.vlm"
 METRICS = {
     "time/environment": "Seconds that episodes waited for their environments.",
     "episode/turns": "Mean number of turns of the step's episodes.",
-    "episode/unreadable": "Fraction of the step's answers without a readable action, not counting truncated ones.",
-    "episode/empty": "Fraction of the step's answers that are empty.",
-    "episode/cut": "Fraction of the step's answers truncated at the length limit, and therefore not executed.",
-    "episode/calls": "Tool calls per answer.",
+    "episode/unreadable": "Fraction of the step's responses without a readable action, not counting truncated ones.",
+    "episode/empty": "Fraction of the step's responses that are empty.",
+    "episode/cut": "Fraction of the step's responses truncated at the length limit, and therefore not executed.",
+    "episode/calls": "Tool calls per response.",
     "episode/below_silence": "Fraction of the step's action-only episodes that earned less than doing nothing.",
     "episode/refused": "Actions per turn that the environment could not execute.",
     "episode/turns/<greedy|sampled>": "Mean number of turns of the evaluation's episodes.",
-    "episode/unreadable/<greedy|sampled>": "Mean number of answers per episode without a readable action.",
-    "episode/cut/<greedy|sampled>": "Mean number of answers per episode that were truncated at the length limit.",
+    "episode/unreadable/<greedy|sampled>": "Mean number of responses per episode without a readable action.",
+    "episode/cut/<greedy|sampled>": "Mean number of responses per episode that were truncated at the length limit.",
     "episode/refused/<greedy|sampled>": "Mean number of actions per episode that the environment could not execute.",
-    "episode/no_result/<greedy|sampled>": "Evaluation episodes that failed with their environment or grew too long.",
+    "episode/no_result/<greedy|sampled>": (
+        "Evaluation episodes that were lost because their environment failed or their conversation grew too long."
+    ),
     "env/episodes_overflown": "Training episodes so far whose conversation outgrew the model's context.",
-    "replay/groups_without_success": "Groups of the step in which all trajectories earned little.",
-    "replay/injected": "Groups of the step that got a stored trajectory.",
+    "replay/groups_without_success": "Groups of the step in which all trajectories earned a low reward.",
+    "replay/injected": "Groups of the step that received a stored trajectory.",
     "replay/age": "Mean steps since the replayed trajectories of the step were sampled.",
     "replay/stored": "Trajectories in the buffer.",
     "replay/added": "Trajectories stored so far.",
-    "replay/expired": "Stored trajectories dropped so far for their age.",
+    "replay/expired": "Stored trajectories dropped so far because they were too old.",
     "replay/evicted": "Stored trajectories dropped so far because the buffer was full.",
     "replay/memory_mb": "Size of the buffer in 10^6 bytes, in each process.",
     "replay/ratio/<fresh|replayed>": "Mean importance ratio of the loss, over fresh or over replayed tokens.",
-    "replay/log_ratio/<fresh|replayed>": "Mean log-probability now minus that at sampling, over such tokens, in nats.",
-    "replay/kl/<fresh|replayed>": "KL (k3) between the sampling policy and the current one, on such tokens, in nats.",
+    "replay/log_ratio/<fresh|replayed>": (
+        "Mean log-probability now minus the one at sampling, over fresh or over replayed tokens, in nats."
+    ),
+    "replay/kl/<fresh|replayed>": (
+        "KL (k3) between the sampling policy and the current one, over fresh or over replayed tokens, in nats."
+    ),
     "digirl/stored": "Episodes that are stored.",
     "digirl/return": "Mean sum of rewards of the stored episodes.",
     "digirl/kept_episodes": "Fraction of the stored episodes that the instruction filter keeps.",
-    "digirl/kept_steps": "Fraction of the steps of these episodes that the step filter keeps.",
+    "digirl/kept_steps": "Fraction of the steps of the kept episodes that the step filter keeps.",
     "digirl/instruction_loss": "Cross-entropy of the instruction critic in its last update of the step.",
-    "digirl/instruction_value": "Mean probability of success that the instruction critic gives the stored episodes.",
+    "digirl/instruction_value": (
+        "Mean probability of success that the instruction critic predicts for the stored episodes."
+    ),
     "digirl/step_loss": "Sum of the four cross-entropies of the step critic in its last update of the step.",
 }

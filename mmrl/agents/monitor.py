@@ -32,17 +32,17 @@ GIVEN = ("completion_ids", "completion_lengths", "environment_reward", "success"
 
 
 def check_names(configs: Sequence[RewardConfig]) -> None:
-    """Refuse names of the recipe's own terms; raises ValueError."""
+    """Reject reward names that the recipe itself uses; raises ValueError."""
     taken = next((config.name for config in configs if config.name in OWN_TERMS), None)
     if taken is not None:
         raise ValueError(
-            f"a reward is called '{taken}' like the recipe's own term; give it another name and set "
+            f"a reward has the name '{taken}', which the recipe's own term uses; give it another name and set "
             f"function: {taken}, or use reward.{taken}"
         )
 
 
 def tabulate_failed_answers(episodes: Sequence[Episode], like: Tensor) -> Tensor:
-    """(B, T), 1 at the last token of each answer of which nothing was executed, in episodes with a result."""
+    """(B, T), 1 at the last token of each response that executed nothing, in episodes with a result."""
     table = torch.zeros(like.shape, dtype=like.dtype)
     for row, episode in enumerate(episodes):
         ends = zip(episode.trajectory.last_tokens(), episode.errors, strict=False)
@@ -110,15 +110,16 @@ def _names(tasks: Iterable[AgentTask]) -> list[str]:
 
 
 OFTEN = 0.5
-"""Fraction of the answers without an effect above which an alarm is given."""
+"""Alarm threshold: fraction of responses without an effect."""
 LITTLE = 0.1
-"""The same for a fraction that has doubled; also the rest of tool calls and entropy below which an alarm is given."""
+"""Alarm threshold for a fraction that has doubled; also the remaining fraction of tool calls and entropy below which an
+alarm is raised."""
 BY_ANSWER = ("unreadable", "empty", "cut", "refused", "calls")
-"""Counts that are logged per answer."""
+"""Counts that are logged per response."""
 
 
 def count_episodes(seen: Counter[str], episodes: Sequence[Episode]) -> None:
-    """Add the counts of finished episodes; of those without a result, how they ended."""
+    """Add the counts of finished episodes; for episodes without a result, how they ended."""
     # a broken environment says nothing about the policy, so its episodes enter no rate
     sound = [episode for episode in episodes if episode.has_result]
     errors = Counter(error for episode in sound for error in episode.errors)
@@ -136,7 +137,7 @@ def count_episodes(seen: Counter[str], episodes: Sequence[Episode]) -> None:
 
 
 def count_below_silence(seen: Counter[str], episodes: Sequence[Episode], config: Any) -> None:
-    """Add the episodes in which every answer acted and that earned less than one without a single action."""
+    """Add the episodes in which every response acted but that earned less than an episode without a single action."""
     silence = silent_return(config)
     for episode in episodes:
         acted = episode.has_result and not any(episode.errors)
@@ -145,7 +146,7 @@ def count_below_silence(seen: Counter[str], episodes: Sequence[Episode], config:
 
 
 def silent_return(config: Any) -> float:
-    """Reward of an episode of which no answer is executed: its environment takes no step."""
+    """Reward of an episode in which no response is executed: its environment takes no step."""
     # the first unreadable answer ends the episode, else each turn has one
     answers = 1 if config.actions.on_parse_error == "terminate" else config.episode.max_turns
     # avoids -0.0 in the message
@@ -177,8 +178,8 @@ def agent_alarms(config: Any) -> dict[str, Alarm]:
 
 def _ways_out(config: Any) -> str:
     return (
-        f"let reward.format, which is {config.reward.format:g}, take more from an answer without an action than a "
-        "whole episode can lose, or move the environment's negative rewards to the end of episodes that fail"
+        f"raise reward.format ({config.reward.format:g} now) until a response without an action costs more than a "
+        "whole episode can lose, or move the environment's negative rewards to the end of failed episodes"
     )
 
 
@@ -188,24 +189,24 @@ def _silence_pays(config: Any, unreadable: Track, empty: Track, below: Track, cu
     if not found or not any(below.latest):
         return ""
     return (
-        f"silence pays: {max(below.latest):.0%} of a step's episodes earned less than {silent_return(config):g}, "
-        f"which is what an episode without a single action earns (on_parse_error: {config.actions.on_parse_error}), so "
-        f"the policy can learn to answer nothing; {_ways_out(config)}"
+        f"doing nothing pays off: {max(below.latest):.0%} of a step's episodes earned less than "
+        f"{silent_return(config):g}, which is what an episode without a single action earns (on_parse_error: "
+        f"{config.actions.on_parse_error}), so the policy can learn not to act; {_ways_out(config)}"
     )
 
 
 def _no_actions(config: Any, unreadable: Track, empty: Track, below: Track) -> str:
     if below.now > 0:
-        cause = f"silence pays here: {_ways_out(config)}"
+        cause = f"doing nothing pays off here: {_ways_out(config)}"
     else:
         manual = find_format(config.actions.format).manual
         cause = (
             f"the prompt should ask for actions.format {config.actions.format!r} ({manual!r}); a model that never "
-            "writes it can learn it from examples (recipe: agent_clone)"
+            "uses this format can learn it from examples (recipe: agent_clone)"
         )
     return (
-        f"{unreadable.now:.0%} of the answers of the last {STEPS} steps had no readable action, {empty.now:.0%} were "
-        f"empty; look at the samples in the report; {cause}"
+        f"{unreadable.now:.0%} of the responses of the last {STEPS} steps had no readable action, {empty.now:.0%} "
+        f"were empty; look at the samples in the report; {cause}"
     )
 
 
@@ -223,9 +224,9 @@ def _often_cut(config: Any, cut: Track) -> str:
     if not cut.now > OFTEN:
         return ""
     return (
-        f"{cut.now:.0%} of the answers of the last {STEPS} steps were cut at the limit of their length, nothing of "
-        f"which was executed; raise sampler.max_new_tokens, {config.sampler.max_new_tokens} now, or have the prompt "
-        "ask for shorter answers"
+        f"{cut.now:.0%} of the responses of the last {STEPS} steps were truncated at the length limit and therefore "
+        f"not executed; raise sampler.max_new_tokens ({config.sampler.max_new_tokens} now), or have the prompt ask "
+        "for shorter responses"
     )
 
 
@@ -233,9 +234,9 @@ def _often_refused(config: Any, refused: Track) -> str:
     if not refused.now > OFTEN:
         return ""
     return (
-        f"{config.environment.factory} refused {refused.now:.2g} actions an answer over the last {STEPS} steps; look "
-        "at the samples in the report: does the prompt name the actions that it has? {actions} in conversation.system "
-        "lists its `actions`"
+        f"{config.environment.factory} rejected {refused.now:.2g} actions per response over the last {STEPS} steps; "
+        f"look at the samples in the report: does the prompt list the available actions? {{actions}} in "
+        "conversation.system inserts the environment's `actions`"
     )
 
 
@@ -248,9 +249,9 @@ def _never_succeeds(success: Track, earned: Track) -> str:
     if not earned.now > before + LITTLE * abs(before):
         return ""
     return (
-        f"no episode of {WINDOW} steps succeeded, while their return rose from {before:.3g} to {earned.now:.3g}: the "
-        "policy earns something else than success; look at the samples in the report, at what the environment pays on "
-        "the way, and at episode.success_above"
+        f"no episode of {WINDOW} steps succeeded, although their return rose from {before:.3g} to {earned.now:.3g}: "
+        "the policy is rewarded for something other than success; look at the samples in the report, at the "
+        "environment's intermediate rewards, and at episode.success_above"
     )
 
 
@@ -258,8 +259,8 @@ def _fewer_calls(calls: Track) -> str:
     if not calls.now < LITTLE * calls.start:
         return ""
     return (
-        f"answers call {calls.now:.2g} tools, in the first {STEPS} steps they called {calls.start:.2g}; look at the "
-        "samples in the report, and at whether the reward needs what the tools return"
+        f"responses make {calls.now:.2g} tool calls on average, down from {calls.start:.2g} in the first {STEPS} "
+        "steps; look at the samples in the report, and check whether the reward depends on what the tools return"
     )
 
 
@@ -267,7 +268,7 @@ def _collapsed(entropy: Track, success: Track) -> str:
     if not (entropy.now < LITTLE * entropy.start and success.now < OFTEN):
         return ""
     return (
-        f"the policy's entropy fell from {entropy.start:.2g} to {entropy.now:.2g} nats a token while {success.now:.0%} "
-        "of the episodes succeed: it hardly explores any more; a lower trainer.learning_rate or an entropy bonus "
-        "(objective.entropy) keeps it up"
+        f"the policy's entropy fell from {entropy.start:.2g} to {entropy.now:.2g} nats per token while "
+        f"{success.now:.0%} of the episodes succeed: it hardly explores any more; a lower trainer.learning_rate or an "
+        "entropy bonus (objective.entropy) keeps the entropy up"
     )

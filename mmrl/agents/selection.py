@@ -44,7 +44,7 @@ class TaskRate:
 
 @dataclass(frozen=True)
 class TaskSelector:
-    """Keeps tasks that the agent solves sometimes.
+    """Selects the tasks that the agent solves some of the time.
 
     Source: dvlab-research/ARPO, its list of training tasks (solved by the base agent at least once).
     """
@@ -56,8 +56,8 @@ class TaskSelector:
     def __post_init__(self) -> None:
         if self.n_rollouts < 1 or not 0 <= self.min_success <= self.n_rollouts or not 0 < self.max_rate <= 1:
             raise UserError(
-                f"min_success={self.min_success}, n_rollouts={self.n_rollouts}, max_rate={self.max_rate}: expected at "
-                "least 1 rollout, 0 to that many successes, and a rate above 0 and at most 1"
+                f"min_success={self.min_success}, n_rollouts={self.n_rollouts}, max_rate={self.max_rate}: expected "
+                "n_rollouts of at least 1, min_success from 0 to n_rollouts, and max_rate above 0 and at most 1"
             )
 
     def keeps(self, rate: TaskRate) -> bool:
@@ -72,7 +72,7 @@ class TaskSelector:
 def measure_tasks(
     recipe: AgentRecipe, n_rollouts: int, batch_tasks: int = 16, record: Path | None = None
 ) -> Iterator[TaskRate]:
-    """Run the recipe's policy, as it samples in training, on its training tasks."""
+    """Run the recipe's policy on its training tasks, sampling as in training."""
     tasks = recipe.train_tasks
     for start in range(0, len(tasks), batch_tasks):
         batch = tasks[start : start + batch_tasks]
@@ -103,7 +103,7 @@ def open_agent(config: Path | str, overrides: Sequence[str] = ()) -> AgentRecipe
     entry, settings = load_run(config, overrides)
     kind = entry.load_recipe_class()
     if not issubclass(kind, AgentRecipe):
-        raise UserError(f"{config}: recipe '{entry.name}' has no agent whose episodes could be counted")
+        raise UserError(f"{config}: recipe '{entry.name}' has no agent, so there are no episodes to count")
     recipe = kind(settings)
     recipe.policy.to(PartialState().device)
     return recipe
@@ -132,7 +132,7 @@ def build_tasks(
 def write_tasks(rates: Sequence[TaskRate], path: Path) -> None:
     """Write tasks with their rates as a file that `data.file` reads."""
     if path.suffix != ".jsonl":
-        raise UserError(f"the tasks go into {path}; expected a name that ends in .jsonl")
+        raise UserError(f"the tasks are written to {path}; expected a file name that ends in .jsonl")
     if not rates:
         raise UserError("no task is left; lower min_success, raise max_rate, or start from a better agent")
     path.parent.mkdir(parents=True, exist_ok=True)

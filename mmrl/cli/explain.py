@@ -174,7 +174,7 @@ def explained(name: str) -> str:
     """Explain an objective, a recipe, or both if they share a name; or a paper, by what the suite has of it."""
     found, recipes = find_name(name), all_recipes()
     if isinstance(found, Omitted):
-        return f"{found.name}: {found.about}\n  left out: {found.reason}; docs/papers.md has the others"
+        return f"{found.name}: {found.about}\n  left out: {found.reason}; docs/methods/papers.md has the others"
     if isinstance(found, Paper):
         parts = [_paper_explained(found), *([explained(found.found[0])] if found.found else [])]
         return "\n\n".join(parts)
@@ -303,7 +303,9 @@ def usage(row: Row) -> list[str]:
 
 def results_of(name: str) -> Iterator[str]:
     """Write each measured difference about an objective, with its verdict and page."""
-    yield from (f"  {found.shown}: {found.verdict}, docs/results/{page}.md" for found, page in _findings(name))
+    for found, page in _findings(name):
+        pair = f"{found.arm} against {found.against}, {found.metric}"
+        yield f"  {pair}: {found.shown}, {found.verdict}; docs/results/{page}.md"
 
 
 def verdicts_of(name: str) -> list[str]:

@@ -1,6 +1,6 @@
 """Papers by their usual names: where each one is in the suite, what it lacks there, and which are left out.
 
-`mmrl explain` finds rows, recipes and functions by these names; docs/catalogue.md and docs/papers.md print the tables.
+`mmrl explain` finds rows, recipes and functions by these names; docs/methods/papers.md prints the tables.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ OWN = (
         "Critic-V",
         code="mmrl.vlm.critic.critiques:build_pairs",
         source="arXiv 2411.18203",
-        page="critics.md#finding-errors-in-an-answer-critic-v",
+        page="objectives.md#critics-find-errors-critic-v",
     ),
     Paper("Critique-RL", ("critique_rl",)),
     Paper("D3S", ("d3s",), lacking="its form across groups, of which no public text gives the shares"),
@@ -139,7 +139,7 @@ OWN = (
         ("llava_critic",),
         code="mmrl.vlm.critic.questions:build_questions",
         source="arXiv 2509.00676",
-        page="critics.md#comparing-answers-llava-critic-r1",
+        page="objectives.md#critics-compare-responses-llava-critic-r1",
     ),
     Paper(
         "MDPO",
@@ -158,7 +158,7 @@ OWN = (
         ("online_preference", "nash_md"),
         ("nash mirror prox",),
         source="arXiv 2410.16714",
-        page="methods.md#pairs-of-sampled-answers",
+        page="objectives.md#online-dpo-and-nash-methods",
         lacking="the two half steps of an iteration, which are one step, and golden numbers",
     ),
     Paper("NGRPO", ("ngrpo",)),
@@ -169,7 +169,7 @@ OWN = (
         (),
         ("practitioner guide", "practitioners_guide"),
         source="arXiv 2510.01132",
-        page="agents.md#findings-on-multi-turn-training-as-options",
+        page="agent_methods.md#recommendations-for-multi-turn-training",
         lacking="the paper's comparisons, which were not run again: its findings are a list of options",
     ),
     Paper("REFUEL", ("refuel",)),
@@ -180,7 +180,7 @@ OWN = (
         ("mle_agents", "duration"),
         code="mmrl.core.blocks.turns:Duration",
         source="arXiv 2509.01684",
-        page="catalogue.md#blocks",
+        page="blocks.md",
         lacking="a row and a configuration of its own, and rewards from instrumented environments",
     ),
     Paper("RPO", ("rpo",)),
@@ -198,7 +198,7 @@ OWN = (
     Paper("SPPO", ("sppo",)),
     Paper("SRPO", ("srpo",)),
     Paper("T-PPO", ("tppo", "truncated"), ("truncated ppo",)),
-    Paper("TAPO", ("tapo",), page="agents.md#tapo-dapo-with-tools"),
+    Paper("TAPO", ("tapo",), page="agent_methods.md#tapo-dapo-with-tools"),
     Paper(
         "TGPO",
         ("tgpo",),

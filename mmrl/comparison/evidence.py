@@ -1,6 +1,6 @@
 """Findings of an experiment, kept in its file: differences between arms, next to the claims of the papers.
 
-The page of evidence, `mmrl explain` and `mmrl reproduce` read them from here.
+The pages of methods, `mmrl explain` and `mmrl reproduce` read them from here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from mmrl.fields import choice
 from mmrl.files import parse_yaml, read_text
 from mmrl.runs.statistics import verdict
 
-VERDICTS = ("holds", "holds in part", "no effect within the margin", "inconclusive", "not here", "negative")
-"""The claim was seen; a part of it was; no difference that matters exists; the interval allows both; without a margin,
-nothing was seen or the setting cannot show it; the opposite was seen."""
+VERDICTS = ("holds", "holds in part", "no effect within the margin", "inconclusive", "negative")
+"""The claim was seen; part of it was seen; any difference is too small to matter; the interval allows both; the
+opposite was seen."""
 UNITS = {"points": (100.0, 1), "tokens": (1.0, 1), "cm": (1.0, 2), "score": (1.0, 3)}
 """Unit of a difference to its factor from the metric, and to its decimals."""
 
@@ -49,7 +49,7 @@ class FindingConfig:
     """Lower end of its 95% interval."""
     high: float = MISSING
     """Upper end."""
-    verdict: str = choice("not here", VERDICTS)
+    verdict: str = choice("inconclusive", VERDICTS)
     """Whether the paper's claim was seen here."""
     paper: str = ""
     """Result that the paper reports for the claim; empty where it has none of this kind."""
@@ -104,9 +104,11 @@ class EvidenceConfig:
         baseline: str,
         metrics: Sequence[str],
         higher_is_better: bool,
-        margin: float | None = None,
+        margin: float | None,
     ) -> None:
         """Check against an experiment's arms and metrics, its own first; raises ValueError naming the culprit."""
+        if margin is None:
+            raise ValueError("`evidence` needs `margin`, the smallest difference in the metric that matters")
         if not self.findings:
             raise ValueError("`evidence.findings` is empty; give the differences between arms, or remove `evidence`")
         for found in self.findings:
@@ -124,15 +126,27 @@ class EvidenceConfig:
 def findings_about(name: str, folder: Path) -> Iterator[tuple[FindingConfig, str]]:
     """The findings on a row or recipe, each with its page, of the experiments in a folder.
 
-    They are read as they are written, without the rest of the experiments and their checks, which take seconds.
+    `against` and `metric` are filled in. The findings are read as they are written, without the rest of the experiments
+    and their checks, which take seconds.
     """
     for path in sorted(folder.glob("*.yaml")):
         text = read_text(path)
         written = re.search(r"^evidence:\n(?:[ #].*\n|\n)*", text, re.MULTILINE)
         if written is not None and re.search(rf"\b{re.escape(name)}\b", written[0]):
             evidence = parse_yaml(written[0], path)["evidence"]
-            found = (FindingConfig(**finding) for finding in evidence["findings"])
-            yield from ((finding, evidence["page"]) for finding in found if name in finding.about)
+            for finding in (FindingConfig(**finding) for finding in evidence["findings"]):
+                if name in finding.about:
+                    finding.against = finding.against or _field(path, "baseline")
+                    finding.metric = finding.metric or _field(path, "metric")
+                    yield finding, evidence["page"]
+
+
+def _field(path: Path, name: str) -> str:
+    """A text of an experiment's file, or of the one that it extends; empty if neither has it."""
+    text = read_text(path)
+    found = re.search(rf"^{name}: *(\S+)", text, re.MULTILINE)
+    parent = re.search(r"^extends: *(\S+)", text, re.MULTILINE)
+    return found[1] if found else _field(path.parent / parent[1], name) if parent else ""
 
 
 def signed(value: float, unit: str) -> str:
@@ -167,7 +181,7 @@ def _check_verdict(found: FindingConfig, higher_is_better: bool, margin: float |
         off = 0.5 * 10.0**-decimals  # by which rounding may have moved an end
         ends = itertools.product((low - off, low, low + off), (high - off, high, high + off))
         right = dict.fromkeys(verdict(*pair, margin * scale) for pair in [(low, high), *ends])
-        if found.verdict not in right:
+        if found.verdict.removesuffix(" in part") not in right:
             reason = f"{found.shown} with the margin {margin:g} is '{next(iter(right))}', not '{found.verdict}'"
             raise ValueError(f"finding on arm '{found.arm}': {reason}")
     elif (found.verdict.startswith("holds") and low <= 0) or (found.verdict == "negative" and high >= 0):

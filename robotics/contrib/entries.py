@@ -1,4 +1,4 @@
-"""Recipes of single papers for robots; loads none of the modules that it names."""
+"""Recipes of single papers for robots; does not import the modules it refers to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RECIPES = (
     RecipeEntry(
         "tgpo",
         "robotics.contrib.tgpo:TgpoRecipe:TgpoConfig",
-        "a formula of signal temporal logic, taken apart into timed subgoals that a policy sees and is paid for (TGPO)",
+        "a signal temporal logic formula, split into timed subgoals that a policy observes and is rewarded for (TGPO)",
         "Meng et al., TGPO, arXiv 2510.00225",
     ),
 )

@@ -1,4 +1,4 @@
-"""Signal temporal logic over the numbers of an episode: formulas as text, robustness, and plans that satisfy them.
+"""Signal temporal logic over an episode's signals: formulas as text, robustness, and plans that satisfy them.
 
     formula = parse("eventually[0:20](to_green < 0.05) and always(z > 0.02)", ["to_green", "z"])
     formula.robustness({"to_green": [...], "z": [...]})[0]      # above 0: satisfied, by that margin
@@ -38,7 +38,7 @@ FUNCTIONS: dict[str, Callable[..., NDArray[np.float64]]] = {
     "min": lambda *parts: np.minimum.reduce(np.broadcast_arrays(*parts)),
     "max": lambda *parts: np.maximum.reduce(np.broadcast_arrays(*parts)),
 }
-WINDOW = "is no window; its bounds are whole control steps a <= b, as in always[0:10](p)"
+WINDOW = "is not a valid window; its bounds must be whole control steps a <= b, as in always[0:10](p)"
 TIMED = {"always": 1, "eventually": 1, "until": 2}
 """Operators over time, with the number of their formulas."""
 
@@ -53,7 +53,7 @@ class Plan:
     """First and last control step, and subgoal."""
 
     def robustness(self, margins: NDArray[np.float64]) -> float:
-        """Smallest margin of the plan, by the margins (T + 1, P) of P subgoals; later times have the last values."""
+        """Smallest margin of the plan, given the margins (T + 1, P) of P subgoals; later times use the last values."""
         last = len(margins) - 1
         found = [margins[min(time, last), goal] for time, goal in self.reaches]
         found += [margins[min(a, last) : min(b, last) + 1, goal].min() for a, b, goal in self.invariants]
@@ -72,7 +72,7 @@ class Formula:
         return 0
 
     def negated(self) -> Formula:
-        """The negation, with `not` at comparisons alone; raises UserError for `until`."""
+        """The negation, with `not` only at comparisons; raises UserError for `until`."""
         raise NotImplementedError
 
     @property
@@ -309,14 +309,14 @@ class _Reader:
             return found[0] if len(found) == 1 else Several(found, True)
         if isinstance(node, ast.Call):
             return self._called(node)
-        raise _wrong(node, "is no formula; write a comparison, and, or, not, implies, always, eventually or until")
+        raise _wrong(node, "is not a formula; use a comparison, and, or, not, implies, always, eventually or until")
 
     def _called(self, node: ast.Call) -> Formula:
         named, first, final = _window(node.func)
         count = 2 if named == "implies" else TIMED.get(named, 0)
         if not count or len(node.args) != count or node.keywords:
             known = "implies(p, q), always[a:b](p), eventually[a:b](p), until[a:b](p, q)"
-            raise _wrong(node, f"is none of {known}")
+            raise _wrong(node, f"is not one of {known}")
         parts = [self.formula(argument) for argument in node.args]
         if named == "implies":
             return Several((parts[0].negated(), parts[1]), False)
@@ -327,7 +327,7 @@ class _Reader:
     def _comparison(self, left: ast.expr, op: ast.cmpop, right: ast.expr) -> Comparison:
         below = isinstance(op, ast.Lt | ast.LtE)
         if not below and not isinstance(op, ast.Gt | ast.GtE):
-            raise _wrong(left, "is compared with == or the like; use < or >, whose margin is a distance")
+            raise _wrong(left, "uses == or a similar comparison; use < or >, whose margin is a distance")
         smaller, larger = (left, right) if below else (right, left)
         less, more = self._number(smaller), self._number(larger)
         text = f"{ast.unparse(smaller)} < {ast.unparse(larger)}"
@@ -348,12 +348,12 @@ class _Reader:
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FUNCTIONS and node.args:
             function, arguments = FUNCTIONS[node.func.id], list(map(self._number, node.args))
             return lambda signals: function(*(each(signals) for each in arguments))
-        raise _wrong(node, f"is no number; it takes signals, + - * / and {', '.join(FUNCTIONS)}")
+        raise _wrong(node, f"is not a number; allowed are signals, + - * / and {', '.join(FUNCTIONS)}")
 
     def _named(self, node: ast.Name) -> Callable[[Signals], NDArray[np.float64]]:
         name = node.id
         if name in self._open:
-            raise UserError(f"the signal {name} is defined by itself: {' -> '.join([*self._open, name])}")
+            raise UserError(f"the signal {name} is defined in terms of itself: {' -> '.join([*self._open, name])}")
         if name in self._defined:
             self._open.append(name)
             found = self._number(_tree(self._defined[name], f"the signal {name}"))
@@ -361,7 +361,7 @@ class _Reader:
             return found
         if name not in self._signals:
             known = ", ".join([*self._defined, *sorted(self._signals)])
-            raise UserError(f"there is no signal {name}; there are: {known}")
+            raise UserError(f"unknown signal {name}; available: {known}")
         return lambda signals: signals[name]
 
 
@@ -385,7 +385,7 @@ def _window(node: ast.expr) -> tuple[str, int, int | None]:
     if isinstance(node, ast.Name):
         return node.id, 0, None
     if not (isinstance(node, ast.Subscript) and isinstance(node.value, ast.Name) and isinstance(node.slice, ast.Slice)):
-        raise _wrong(node, "is no operator; write it with a window, such as always[0:10](p)")
+        raise _wrong(node, "is not an operator; write it with a window, such as always[0:10](p)")
     first, final = _bound(node, node.slice.lower), _bound(node, node.slice.upper)
     if node.slice.step is not None or (final is not None and final < (first or 0)):
         raise _wrong(node, WINDOW)

@@ -36,7 +36,7 @@ PARTS = ("success", "terminated", "truncated", "failed", "object_poses", "full_s
 
 
 class StlSim:
-    """Episodes of another simulator, rewarded by a formula.
+    """Episodes of another simulator, with a reward from a formula.
 
     Args:
         sim: runs the episodes; `close` closes it.
@@ -53,7 +53,7 @@ class StlSim:
         self._sim = sim
         names = getattr(sim, "state_names", None) or [f"state_{index}" for index in range(sim.state_size)]
         self.names = [str(name) for name in names]
-        """Entries of the state of the other simulator."""
+        """Names of the entries of the other simulator's state."""
         self.text = formula
         self.formula: Formula = parse(formula, self.names, signals)
         if self.formula.reach(0) > sim.horizon:
@@ -90,11 +90,11 @@ class StlSim:
         return merged
 
     def describe(self) -> Mapping[str, Any]:
-        """Everything that a measured number depends on."""
+        """Everything that a measurement depends on."""
         return {**self._sim.describe(), "formula": self.text}
 
     def robustness(self, row: int) -> float:
-        """Robustness of the episode in a row, as far as it has come."""
+        """Robustness of a row's episode so far."""
         return float(self.formula.robustness(self.signals(row))[0])
 
     def signals(self, row: int) -> dict[str, NDArray[np.float64]]:
@@ -131,7 +131,7 @@ def open_stl(config: SimConfig) -> StlSim:
     """
     options = dict(config.options)
     if "formula" not in options:
-        raise UserError("sim.options lacks formula, such as 'eventually(to_red < 0.05)'")
+        raise UserError("sim.options.formula is missing; set it to a formula such as 'eventually(to_red < 0.05)'")
     formula, signals = options.pop("formula"), options.pop("signals", None)
     sim = open_sim(replace(config, kind=options.pop("kind", "tabletop"), options=options))
     try:

@@ -1,4 +1,4 @@
-"""TGPO: a formula of signal temporal logic, grounded in times that a policy keeps, on PPO with a critic.
+"""TGPO: a signal temporal logic formula, grounded in times that a policy must keep, on PPO with a critic.
 
     recipe: tgpo
     sim: {kind: tabletop, tasks: [reach], state: full, image_size: 0}
@@ -66,16 +66,16 @@ Chooser = Callable[[Sequence[EpisodeSpec], "Proposals"], list[Plan]]
 
 @dataclass
 class StageRewardConfig:
-    """Weights of the parts of a control step's reward."""
+    """Weights of the components of a control step's reward."""
 
     progress: float = bounded(1.0, at_least=0)
-    """Of the change of the margin of the subgoal that is due next, in the units of the formula's signals."""
+    """Weight of the change in the margin of the next subgoal, in the units of the formula's signals."""
     arrival: float = bounded(1.0, at_least=0)
-    """Of the share of subgoals that hold at their times."""
+    """Weight of the fraction of subgoals that hold at their times."""
     violation: float = bounded(1.0, at_least=0)
-    """Of the share of an invariant's control steps at which it is broken."""
+    """Weight of the fraction of an invariant's control steps at which it is violated."""
     satisfaction: float = bounded(1.0, at_least=0)
-    """Of the whole formula, at the end of the episode."""
+    """Weight of satisfying the whole formula, at the end of the episode."""
 
 
 @dataclass
@@ -83,26 +83,27 @@ class TgpoSettings:
     """The formula, and the search for times."""
 
     formula: str = ""
-    """Formula of signal temporal logic over the state's entries, see `robotics.contrib.stl`."""
+    """Signal temporal logic formula over the state's entries, see `robotics.contrib.stl`."""
     signals: dict[str, str] = field(default_factory=dict)
-    """Further signals by name, expressions of the state's entries."""
+    """Additional signals by name, as expressions of the state's entries."""
     search: str = choice("metropolis", ("metropolis", "uniform"))
-    """Plans of training: metropolis, a chain under the critic, or uniform in the windows of the formula."""
+    """How training plans are drawn: metropolis (a Markov chain guided by the critic) or uniform within the formula's
+    windows."""
     draws: int = rare(only_with(bounded(10, at_least=1), search="metropolis"))
-    """Steps of the chain."""
+    """Number of steps of the Markov chain."""
     temperature: float = rare(only_with(bounded(0.3, above=0), search="metropolis"))
     """Difference of values at which a worse plan is accepted with probability 1/e."""
     explore: float = rare(only_with(bounded(0.3, at_least=0, at_most=1), search="metropolis"))
-    """Share of the episodes of training whose plan is uniform anyway."""
+    """Fraction of training episodes whose plan is uniform regardless of `search`."""
     candidates: int = bounded(32, at_least=1)
-    """Plans of an evaluation's episode, of which the critic takes the best."""
+    """Number of plans per evaluation episode, of which the critic selects the best."""
     reward: StageRewardConfig = field(default_factory=StageRewardConfig)
     """Reward of a control step."""
 
     def validate(self) -> None:
-        """Refuse a missing formula; raises ConfigError."""
+        """Reject a missing formula; raises ConfigError."""
         if not self.formula.strip():
-            raise ConfigError("tgpo.formula is empty; name one, such as 'eventually[0:20](to_red < 0.05)'")
+            raise ConfigError("tgpo.formula is empty; set a formula, such as 'eventually[0:20](to_red < 0.05)'")
 
 
 @dataclass
@@ -112,12 +113,12 @@ class TgpoConfig(RobotPpoParts, RobotConfig):  # type: ignore[misc]
     tgpo: TgpoSettings = field(default_factory=TgpoSettings)
     """The formula, and the search for times."""
     reward: ChunkRewardConfig = field(default_factory=lambda: ChunkRewardConfig(environment=1.0))
-    """Reward of a chunk; the environment's is that of `tgpo.reward`."""
+    """Reward of a chunk; the environment's part is `tgpo.reward`."""
 
 
 @dataclass(frozen=True)
 class Proposals:
-    """Plans for the episodes that begin, and how the critic sees them."""
+    """Plans for the episodes that begin, and how the critic evaluates them."""
 
     draw: Callable[[Sequence[np.random.Generator]], list[Plan]]
     """One plan for each row, by generators of the rows."""
@@ -126,7 +127,7 @@ class Proposals:
 
 
 class GroundedSim(StlSim):
-    """Episodes with plans, which the state shows and the reward is about; `chooser` makes the plans.
+    """Episodes with plans, which are part of the state and determine the reward; `chooser` makes the plans.
 
     Args:
         sim: runs the episodes.

@@ -1,4 +1,4 @@
-"""Robot data as files: LeRobotDataset v3.0, written and read without the lerobot package.
+"""Robot data as files: reads and writes LeRobotDataset v3.0 without the lerobot package.
 
 Importing this package loads neither pyarrow, PyAV nor Pillow; that happens when a file is opened.
 """

@@ -1,4 +1,4 @@
-"""The card of a LeRobotDataset that was written here, in the form of LeRobot's own cards."""
+"""The card of a LeRobotDataset written by this package, in the format of LeRobot's own cards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmrl.hub.cards import fenced, plain, table, write_dataset_card
 from robotics.data.features import ACTION, IMAGES, STATE
 
 MOST_TASKS = 50
-"""Instructions that a card lists."""
+"""Maximum number of instructions listed in a card."""
 
 
 def write_recording_card(folder: Path, info: Mapping[str, Any], tasks: Sequence[str]) -> None:
@@ -34,8 +34,8 @@ def write_recording_card(folder: Path, info: Mapping[str, Any], tasks: Sequence[
     read = ["from robotics import LeRobotReader", "", 'reader = LeRobotReader(".")  # this folder']
     read += ["episode = reader.episode(0)", "print(episode.task, episode.action.shape)"]
     lines = [
-        f"{info['total_episodes']:,} episodes with {info['total_frames']:,} frames ({seconds:,.0f} s at {info['fps']} "
-        f"frames a second){robot_text}, in the format {plain(info['codebase_version'])} of "
+        f"{info['total_episodes']:,} episodes with {info['total_frames']:,} frames ({seconds:,.0f} s at "
+        f"{info['fps']} frames per second){robot_text}, in the format {plain(info['codebase_version'])} of "
         "[LeRobot](https://github.com/huggingface/lerobot).",
         "",
         *table([f"instructions, {len(shown)} of {len(tasks)}"], shown),

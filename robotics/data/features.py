@@ -81,9 +81,10 @@ def complete_features(features: Mapping[str, Any]) -> dict[str, Any]:
         dtype, shape = feature.get("dtype"), [int(size) for size in feature.get("shape", ())]
         # columns of meta/episodes are named stats/<feature>/mean and videos/<feature>/...
         if "/" in key:
-            raise UserError(f"feature {key!r} has a '/' in its name; the format keeps it for columns, use a '.'")
+            raise UserError(f"feature {key!r} has a '/' in its name, which the format reserves for columns; use a '.'")
         if dtype not in (*IMAGES, *DTYPES, "string"):
-            raise UserError(f"feature {key!r} has dtype {dtype!r}; known are {', '.join((*IMAGES, *DTYPES, 'string'))}")
+            raise UserError(
+                f"feature {key!r} has dtype {dtype!r}; must be one of {', '.join((*IMAGES, *DTYPES, 'string'))}")
         # entries that lerobot does not know are dropped
         named = {"dtype": dtype, "shape": shape, "names": feature.get("names")}
         wanted = _wanted_shape(named, is_depth(feature))
@@ -143,7 +144,7 @@ def by_feature(features: Mapping[str, Any], images: Mapping[str, Any]) -> dict[s
     cameras = {camera_name(key): key for key, feature in features.items() if feature["dtype"] in IMAGES}
     unknown = [name for name in images if name not in cameras]
     if unknown:
-        raise ValueError(f"no camera {', '.join(unknown)}; the dataset has {', '.join(cameras) or 'none'}")
+        raise ValueError(f"unknown camera {', '.join(unknown)}; the dataset has {', '.join(cameras) or 'none'}")
     return {cameras[name]: frames for name, frames in images.items()}
 
 
@@ -165,7 +166,8 @@ def frame_tasks(task: str | Sequence[str], length: int) -> list[str]:
     """Instruction of each frame; raises ValueError if the number of texts is not `length`."""
     tasks = [task] * length if isinstance(task, str) else [str(one) for one in task]
     if len(tasks) != length:
-        raise ValueError(f"task has {len(tasks)} texts; the episode has {length} frames, give one text or one for each")
+        raise ValueError(
+            f"task has {len(tasks)} texts; the episode has {length} frames, give one text, or one per frame")
     return tasks
 
 
@@ -233,7 +235,7 @@ def _checked(key: str, values: NDArray, feature: Mapping[str, Any], length: int)
         if unit is None:
             raise ValueError(f"{key} has type {values.dtype}; depth is uint16 in millimetres or float32 in metres")
         if known and known != unit:
-            raise ValueError(f"{key} has type {values.dtype}, which is {unit!r}; the dataset holds depth in {known!r}")
+            raise ValueError(f"{key} has type {values.dtype}, which is {unit!r}; the dataset stores depth in {known!r}")
     if not np.isfinite(values.astype(np.float64)).all():
         raise ValueError(f"{key} has values that are not finite")
     if not depth:
@@ -247,4 +249,4 @@ def _check_storable(key: str, values: NDArray, dtype: np.dtype) -> None:
         stored = values.astype(dtype)
     lost = ~np.isfinite(stored) if dtype.kind == "f" else stored != values
     if lost.any():
-        raise ValueError(f"{key} has the value {values[lost].flat[0]:g}, which the dataset's {dtype} cannot hold")
+        raise ValueError(f"{key} has the value {values[lost].flat[0]:g}, which the dataset's {dtype} cannot represent")

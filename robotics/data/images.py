@@ -68,7 +68,9 @@ def read_clip(
         frames[nearer], off_s[nearer] = to_array(frame)[:height, :width], off[nearer]
     decoded = np.isfinite(off_s)
     if not decoded.any():
-        raise UserError(f"{path} has no readable frame from {start_s:.3f} s on, where an episode of {length} should be")
+        raise UserError(
+            f"{path} has no readable frame from {start_s:.3f} s on, although an episode of {length} frames should "
+            "start there")
     latest = np.maximum.accumulate(np.where(decoded, np.arange(length), -1))
     return frames[np.where(latest < 0, decoded.argmax(), latest)], decoded
 
@@ -143,7 +145,7 @@ class DepthCodes:
         codes = cls(**{name: value for name, value in given.items() if value is not None})
         numbers = (codes.depth_min, codes.depth_max, codes.shift)
         if not all(isinstance(value, int | float) and math.isfinite(value) for value in numbers):
-            raise UserError(f"the depth video has {codes}; its bounds and shift must be numbers of metres")
+            raise UserError(f"the depth video has {codes}; its bounds and shift must be given in metres")
         if not codes.depth_min < codes.depth_max or (codes.use_log and codes.depth_min + codes.shift <= 0):
             raise UserError(f"the depth video has {codes}; needs depth_min < depth_max and depth_min + shift > 0")
         return codes
@@ -201,6 +203,6 @@ def write_depth_mp4(path: Path, depth_m: NDArray[np.float32], fps: float, codes:
     except (ValueError, av.error.FFmpegError) as error:
         height, width = depth_m.shape[1:]
         raise UserError(
-            f"depth of {width}x{height} cannot be encoded: this PyAV lacks libx265 with gray12le, or takes no images "
-            "this small; store it as images, robot_features(..., video=False)"
+            f"depth of {width}x{height} cannot be encoded: this PyAV lacks libx265 with gray12le, or does not "
+            "support images this small; store depth as images with robot_features(..., video=False)"
         ) from error

@@ -38,7 +38,7 @@ DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 
 LONGEST_VECTOR = 1_000_000
-"""Entries of a feature in a frame."""
+"""Maximum number of entries of a feature in a frame."""
 
 
 def numbered_files(folder: Path, suffix: str) -> list[Path]:
@@ -60,7 +60,7 @@ def dataset_file(folder: Path, pattern: str, **values: int | str) -> Path:
             # metadata may be foreign: a format such as {0.__class__} or a huge width is refused
             if name not in values or not re.fullmatch(r"0?\d?d?", format_ or ""):
                 raise UserError(
-                    f"{folder}: the path {pattern!r} has {{{name}:{format_}}}; known are {', '.join(values)}"
+                    f"{folder}: the path {pattern!r} has {{{name}:{format_}}}; allowed: {', '.join(values)}"
                 )
         relative = pattern.format(**values)
         real, home = (folder / relative).resolve(), folder.resolve()
@@ -69,7 +69,7 @@ def dataset_file(folder: Path, pattern: str, **values: int | str) -> Path:
     # the hub's cache keeps files in blobs/ and links to them from snapshots/
     stored = home.parent.parent / "blobs" if home.parent.name == "snapshots" else home
     if ".." in Path(relative).parts or not (real.is_relative_to(home) or real.is_relative_to(stored)):
-        raise UserError(f"{folder}: its metadata names {relative!r}, which is outside the folder; it is not read")
+        raise UserError(f"{folder}: its metadata refers to {relative!r}, which is outside the folder and is not read")
     return folder / relative
 
 
@@ -85,7 +85,7 @@ def hold_folder(writer: object, folder: Path) -> Callable[[], object]:
     handle = os.open(folder, os.O_RDONLY)
     if not take_lock(handle):
         os.close(handle)
-        raise UserError(f"another writer holds {folder}; finish it first, or write into folders of their own")
+        raise UserError(f"another writer is using {folder}; finish it first, or write to a different folder")
     # freed when the writer is collected too, not only when it is closed
     return weakref.finalize(writer, os.close, handle)
 
@@ -98,7 +98,7 @@ def named_errors(what: str) -> Iterator[None]:
     except UserError:
         raise
     except KeyError as error:
-        raise UserError(f"{what} cannot be read: it lacks {error}") from error
+        raise UserError(f"{what} cannot be read: {error} is missing") from error
     except (OSError, ValueError, TypeError, IndexError, AttributeError, ArithmeticError, MemoryError) as error:
         # Arrow's messages have several lines
         reason = " ".join(str(error).split())
@@ -111,7 +111,7 @@ def check_info(info: dict[str, Any], path: Path) -> dict[str, Any]:
     total = info.get("total_episodes")
     features = info.get("features")
     if not isinstance(fps, int | float) or isinstance(fps, bool) or not 0 < fps < 1e4:
-        raise UserError(f"{path}: fps is {fps!r}; expected a number of frames a second")
+        raise UserError(f"{path}: fps is {fps!r}; expected a number of frames per second")
     if not _is_count(total):
         raise UserError(f"{path}: total_episodes is {total!r}; expected a whole number")
     if not isinstance(features, dict):
@@ -143,7 +143,7 @@ def _check_feature(name: str, feature: Any, path: Path) -> None:
         except ValueError as error:
             raise UserError(f"{where} has shape {shape}: {error}") from error
     elif math.prod(shape) > LONGEST_VECTOR:
-        raise UserError(f"{where} has shape {shape}, more than {LONGEST_VECTOR} entries a frame")
+        raise UserError(f"{where} has shape {shape}, more than {LONGEST_VECTOR} entries per frame")
 
 
 def check_row(row: Mapping[str, Any], path: Path) -> Mapping[str, Any]:
@@ -168,13 +168,13 @@ class StorageSettings:
     """Sizes of a dataset's files and the encoder of its videos; the defaults are lerobot's."""
 
     data_mb: float = 100
-    """Size that a data or metadata file does not exceed, unless a single episode does."""
+    """Maximum size of a data or metadata file in megabytes, unless a single episode is larger."""
     video_mb: float = 200
-    """The same for videos."""
+    """Maximum size of a video file in megabytes, unless a single episode is larger."""
     files_per_chunk: int = 1000
-    """Files in a folder chunk-XXX."""
+    """Maximum number of files in a folder chunk-XXX."""
     video: VideoSettings = field(default_factory=lambda: VideoSettings(gop=2))
-    """Encoder; lerobot's two frames between key frames make single frames quick to read."""
+    """Video encoder settings; lerobot's key frame interval of two makes single frames quick to read."""
 
 
 def new_info(fps: float, features: dict[str, Any], robot: str | None, settings: StorageSettings) -> dict[str, Any]:

@@ -152,7 +152,7 @@ class LeRobotReader:
 
     @property
     def fps(self) -> float:
-        """Frames a second."""
+        """Frames per second."""
         return self.info["fps"]
 
     @property
@@ -267,7 +267,8 @@ class LeRobotReader:
     def _check_cameras(self, cameras: Sequence[str]) -> None:
         unknown = [camera for camera in cameras if camera not in self.cameras]
         if unknown:
-            raise UserError(f"no camera {', '.join(unknown)}; {self.folder} has {', '.join(self.cameras) or 'none'}")
+            raise UserError(
+                f"unknown camera {', '.join(unknown)}; {self.folder} has {', '.join(self.cameras) or 'none'}")
 
     def _offsets(self, delta_timestamps: Sequence[float]) -> list[int]:
         offsets = [round(delta * self.fps) for delta in delta_timestamps]
@@ -315,10 +316,10 @@ class LeRobotReader:
         stored = [name for name, feature in self.info["features"].items() if feature["dtype"] != "video"]
         missing = [name for name in stored if name not in table.column_names]
         if missing:
-            raise UserError(f"{path} lacks the columns {', '.join(missing)} that {INFO_PATH} names")
+            raise UserError(f"{path} lacks the columns {', '.join(missing)} that are listed in {INFO_PATH}")
         if len(table) != row["length"]:
             raise UserError(
-                f"episode {row['episode_index']} has {len(table)} frames in {path}; meta/episodes says {row['length']}"
+                f"episode {row['episode_index']} has {len(table)} frames in {path}; meta/episodes has {row['length']}"
             )
         return table
 
@@ -351,7 +352,8 @@ class LeRobotReader:
         frames = [unpack(content, size) for content in self._contents(cells)]
         good = [frame for frame in frames if frame is not None]
         if not good:
-            raise UserError(f"no image of an episode in {self.folder} can be decoded as {size[1]}x{size[0]}")
+            raise UserError(
+                f"none of the images of an episode in {self.folder} could be decoded as {size[1]}x{size[0]}")
         # a bad frame repeats the one before it; bad frames at the start repeat the first good one
         latest, filled = good[0], []
         for frame in frames:
@@ -388,7 +390,7 @@ class LazyImages(Mapping[str, "NDArray[Any]"]):
 
     def __getitem__(self, camera: str) -> NDArray[Any]:
         if camera not in self._decoders:
-            raise KeyError(f"no camera {camera!r}; there are: {', '.join(self._decoders) or 'none'}")
+            raise KeyError(f"unknown camera {camera!r}; available: {', '.join(self._decoders) or 'none'}")
         with named_errors(f"the images of camera {camera!r} of an episode"):
             return self._decoders[camera]()
 

@@ -1,4 +1,4 @@
-"""Statistics of features: of one episode, of many episodes together, and quantiles of the whole.
+"""Statistics of features: of one episode, aggregated over episodes, and quantiles of the whole dataset.
 
 Each feature has min, max, mean, population standard deviation, count and the 1, 10, 50, 90 and 99% quantiles. The
 quantiles of an episode are exact. Episodes are aggregated as in lerobot, by averaging their quantiles. This is not the

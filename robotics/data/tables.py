@@ -189,7 +189,7 @@ def _list_length(lists: pa.Array) -> int:
 
     lengths = pc.unique(pc.list_value_length(lists)).to_pylist()
     if len(lengths) > 1 or lengths == [None]:
-        raise ValueError(f"its lists have the lengths {sorted(lengths, key=str)}; expected one length")
+        raise ValueError(f"its lists have the lengths {sorted(lengths, key=str)}; expected equal lengths")
     return int(lengths[0]) if lengths else 0
 
 

@@ -137,7 +137,7 @@ class FileSeries:
             self.number -= 1
 
     def close(self) -> list[Path]:
-        """Join the tail and point its rows to the joined file; returns the files that nothing needs any more."""
+        """Join the tail and point its rows to the joined file; returns the files that are no longer needed."""
         tail, self.tail = self.tail, []
         if not tail:
             return []
@@ -169,7 +169,7 @@ def check_appendable(
         ours = {key: (one["dtype"], list(one["shape"])) for key, one in complete_features(features).items()}
     different = [key for key in ours | theirs if ours.get(key) != theirs.get(key) and key != SUCCESS]
     if different:
-        raise UserError(f"{folder} has other features than asked for: {', '.join(different)}")
+        raise UserError(f"{folder} has different features from the requested ones: {', '.join(different)}")
     for key, feature in (features or {}).items():
         own, named = names_of_feature(feature), names_of_feature(info["features"].get(key, {}))
         if own and named and own != named and feature["dtype"] not in IMAGES:
@@ -180,7 +180,7 @@ def check_appendable(
     unknown = [key for key, (dtype, _) in theirs.items() if dtype not in (*IMAGES, *DTYPES, "string")]
     if unknown:
         raise UserError(
-            f"{folder} has {unknown[0]} of dtype {theirs[unknown[0]][0]!r}, which this writer does not write"
+            f"{folder} has {unknown[0]} of dtype {theirs[unknown[0]][0]!r}, which this writer does not support"
         )
     for key, pattern in (("data_path", DATA_PATH), ("video_path", VIDEO_PATH)):
         if (info.get(key) or pattern) != pattern:
@@ -233,7 +233,7 @@ MEGABYTE = 1024**2
 
 
 class EpisodeWriter:
-    """Writes episodes into a folder, after those that are there.
+    """Writes episodes to a folder, after any existing ones.
 
         features = robot_features(state=8, action=7, cameras={"front": (128, 128)})
         with EpisodeWriter("demos", fps=20, features=features, robot_type="panda") as writer:
@@ -264,7 +264,7 @@ class EpisodeWriter:
     ) -> None:
         require_packages("a LeRobotDataset", ["pyarrow"], "vla")
         if fps is not None and not (math.isfinite(fps) and fps > 0):
-            raise UserError(f"fps is {fps}; expected frames a second, above 0")
+            raise UserError(f"fps is {fps}; expected frames per second, above 0")
         self.folder = Path(folder)
         self.settings = settings or StorageSettings()
         self._tasks: list[str] = []
@@ -275,7 +275,7 @@ class EpisodeWriter:
         self._finished = False
         exists = (self.folder / INFO_PATH).exists()
         if not exists and (fps is None or features is None):
-            raise UserError(f"there is no dataset in {self.folder}; a new one needs fps and features")
+            raise UserError(f"no dataset found in {self.folder}; pass fps and features to create one")
         complete = {} if exists else complete_features(features or {})
         # before anything is read: another writer may be changing it
         self._release = hold_folder(self, self.folder)
@@ -296,13 +296,13 @@ class EpisodeWriter:
 
     @property
     def features(self) -> dict[str, Any]:
-        """Features of the dataset, as `meta/info.json` shows them."""
+        """Features of the dataset, as in `meta/info.json`."""
         features: dict[str, Any] = self._info["features"]
         return features
 
     @property
     def fps(self) -> float:
-        """Frames a second."""
+        """Frames per second."""
         return _rate(self._info["fps"])
 
     @property
@@ -332,7 +332,7 @@ class EpisodeWriter:
         # copied: callers reuse their buffers
         frame = {key: np.array(value) for key, value in frame.items() if value is not None}
         if self._frames and set(frame) != set(self._frames):
-            raise ValueError(f"the frame has {sorted(frame)}; those before it have {sorted(self._frames)}")
+            raise ValueError(f"the frame has {sorted(frame)}; the previous frames have {sorted(self._frames)}")
         for key, value in frame.items():
             self._frames.setdefault(key, []).append(value)
 
@@ -411,13 +411,13 @@ class EpisodeWriter:
         count = len(next(iter(self._frames.values()), []))
         if count:
             raise ValueError(
-                f"{count} frames of add_frame are in no episode of {self.folder}; call save_episode(task, success), or "
-                "discard_frames() to drop them"
+                f"{count} frames from add_frame have not been saved to {self.folder}; call save_episode(task, "
+                "success), or discard_frames() to drop them"
             )
 
     def _add(self, given: dict[str, NDArray], task: str | Sequence[str], success: bool | None) -> int:
         if self._finished:
-            raise ValueError(f"the writer of {self.folder} is finished; a new one on the folder appends")
+            raise ValueError(f"the writer of {self.folder} is finished; create a new one to append episodes")
         columns = checked_columns(given, self.features)
         self._check_success(success)
         number, first = self.episodes, int(self._info["total_frames"])
@@ -442,9 +442,9 @@ class EpisodeWriter:
     def _check_success(self, success: bool | None) -> None:
         stored = SUCCESS in self.features or self._row_schema is None or "success" in self._row_schema.names
         if stored and success is None:
-            raise ValueError(f"success is None; {self.folder} stores whether the task was done: True or False")
+            raise ValueError(f"success is None; {self.folder} stores whether the task succeeded: pass True or False")
         if not stored and success is not None:
-            raise ValueError(f"{self.folder} was made without {SUCCESS} and does not store success; give None")
+            raise ValueError(f"{self.folder} was made without {SUCCESS} and does not store success; pass None")
 
     def _task_number(self, task: str) -> int:
         if task not in self._tasks:

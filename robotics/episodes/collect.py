@@ -92,11 +92,12 @@ class FirstImages:
         started = sim.reset(episodes)
         images, views = started.observation.images, started.observation.views
         if images is None:
-            raise UserError("evaluation.swapped needs images, which the simulator does not render; set sim.image_size")
+            raise UserError(
+                "evaluation.swapped needs images, but the simulator does not render any; set sim.image_size")
         if started.failed.any():
             row = int(started.failed.argmax())
             why = started.reasons.get(row, "no reason given")
-            raise RunError(f"the environment whose images were to be shown did not start: {episodes[row]}: {why}")
+            raise RunError(f"the environment whose images should be shown did not start: {episodes[row]}: {why}")
         # copied: simulators reuse their buffers
         self._images = images.copy()
         self._views = None if views is None else views.copy()

@@ -28,7 +28,7 @@ from robotics.sim.episodes import RobotSim
 
 LOGGER = logging.getLogger("mmrl")
 IMAGES_READ = 256
-"""Episodes whose first image enters the digest of the demonstrations."""
+"""Number of episodes whose first image is part of the digest of the demonstrations."""
 
 
 @dataclass
@@ -40,30 +40,30 @@ class DemonstrationConfig(BuiltPath):
     camera: str = "front"
     """Camera of the policy's images; empty = no images."""
     views: list[str] = rare(field(default_factory=list))
-    """Further cameras of the dataset, in the order expected by the policy."""
+    """Additional cameras of the dataset, in the order expected by the policy."""
     cache: str = ""
-    """Folder for decoded images, which all processes of a machine map from disk instead of each keeping a copy in
-    memory; a 256 x 256 image takes 197 kB. Default: in memory."""
+    """Folder for decoded images. All processes of a machine map them from disk, so each does not need its own copy in
+    memory; a 256 x 256 image takes 197 kB. Default: keep images in memory."""
     max_episodes: int = rare(bounded(0, at_least=0))
     """Use only the first N episodes; 0 = all."""
     only_success: bool = rare(True)
     """Skip episodes marked as failures."""
     units: str = choice("", ("", *UNITS))
-    """environment: actions are in the environment's own units, within the bounds of its action space, as robots are
-    usually recorded; normalised: in -1..1. Default: as declared by the dataset, which is rejected if it declares
-    nothing, unless the environment's own units are -1..1 too."""
+    """environment: actions are in the environment's own units, within the bounds of its action space, as is usual for
+    robot recordings; normalised: in -1..1. Default: as declared by the dataset. A dataset that declares nothing is
+    rejected unless the environment's own units are also -1..1."""
     unscaled: list[int] = field(default_factory=list)
     """Action entries that `acting.scale: bounds_q99` does not scale, such as the gripper; -1 is the last one."""
 
     def validate(self) -> None:
-        """Refuse an empty path, and views that are not further cameras; raises ValueError."""
+        """Reject an empty path, and views that are not additional cameras; raises ValueError."""
         if not self.path:
-            raise ValueError("demonstrations.path is empty; name the folder of a LeRobotDataset")
+            raise ValueError("demonstrations.path is empty; set it to the folder of a LeRobotDataset")
         doubled = [name for name in self.views if [self.camera, *self.views].count(name) > 1]
         if doubled or (self.views and not self.camera):
             raise ValueError(
-                f"demonstrations.views is [{', '.join(self.views)}] with demonstrations.camera '{self.camera}'; name "
-                "each camera once, and the first one as camera"
+                f"demonstrations.views is [{', '.join(self.views)}] with demonstrations.camera '{self.camera}'; list "
+                "each camera once, with the first one in demonstrations.camera"
             )
 
 
@@ -83,17 +83,17 @@ class Demonstrations:
     states: list[NDArray[np.float32]]
     """(T, S) of each episode."""
     actions: list[NDArray[np.float32]]
-    """(T, A) of each episode, as in the dataset; those of `fitted` are in the simulator's -1..1."""
+    """(T, A) of each episode, as in the dataset; after `fitted`, in the simulator's -1..1."""
     images: list[NDArray[np.uint8]] | None
     """(T, H, W, 3) of each episode; None without a camera."""
     instructions: list[str]
     """Instruction of each episode at its first step."""
     skipped: int = 0
-    """Episodes that were left out: failures, or without a required entry."""
+    """Skipped episodes: failures, or episodes without a required entry."""
     changing_instructions: dict[int, list[str]] = field(default_factory=dict)
     """T texts by number of the episode, for episodes in which the instruction changes."""
     views: list[list[NDArray[np.uint8]]] = field(default_factory=list)
-    """(T, H, W, 3) of each further camera of each episode; empty without any."""
+    """(T, H, W, 3) of each additional camera of each episode; empty without any."""
     info: Mapping[str, Any] = field(default_factory=dict)
     """Content of the dataset's `meta/info.json`."""
 
@@ -112,7 +112,7 @@ class Demonstrations:
         found = self.actions[0].shape[1]
         if found != sim.action_size:
             raise UserError(
-                f"the actions of {config.path} have {found} entries, those of the simulator {sim.action_size}"
+                f"the actions of {config.path} have {found} entries, but the simulator's have {sim.action_size}"
             )
         check_dataset(config.path, self.info, used, sim, accept_other)
         actions = in_simulator_units(config.path, self.info, self.actions, config.units, sim)
@@ -143,7 +143,9 @@ class Demonstrations:
         size = self.actions[0].shape[1]
         wrong = [entry for entry in unscaled if not -size <= entry < size]
         if wrong:
-            raise UserError(f"demonstrations.unscaled has {wrong}; an action has {size} entries, {-size} to {size - 1}")
+            raise UserError(
+                f"demonstrations.unscaled has {wrong}; an action has {size} entries, with indices from {-size} to "
+                f"{size - 1}")
         kept = np.ones(size, bool)
         kept[list(unscaled)] = False
         # over all frames: quantiles of single episodes cannot be averaged
@@ -153,8 +155,8 @@ class Demonstrations:
             first = still[0]
             LOGGER.warning(
                 "entries %s of the actions stay within a fiftieth of their range in 98%% of the frames (entry %d is "
-                "in %g to %g, its 1 and 99%% quantiles are %g and %g); scale bounds_q99 clips what they do in the "
-                "others; demonstrations.unscaled leaves them as they are",
+                "in %g to %g, its 1 and 99%% quantiles are %g and %g); scale bounds_q99 clips them in the remaining "
+                "frames; list them in demonstrations.unscaled to leave them unchanged",
                 still,
                 first,
                 found.minimum[first],
@@ -242,14 +244,15 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
             videos = {name: _images(episode, reader, config, name) for name in (config.camera, *config.views)}
             if len({images.shape for images in videos.values()}) > 1:
                 sizes = ", ".join(f"{name} {images.shape[1]} x {images.shape[2]}" for name, images in videos.items())
-                raise UserError(f"demonstrations.views: the cameras of {config.path} differ in size: {sizes}")
+                raise UserError(
+                    f"demonstrations.views: the cameras of {config.path} have different image sizes: {sizes}")
             found.images.append(videos[config.camera])
             if config.views:
                 found.views.append([videos[name] for name in config.views])
     if not found.actions:
-        raise UserError(f"{config.path} has no usable episode; {found.skipped} were left out")
+        raise UserError(f"{config.path} has no usable episode; {found.skipped} were skipped")
     if found.skipped:
-        LOGGER.info("%d demonstrations of %s were left out as failures", found.skipped, config.path)
+        LOGGER.info("%d demonstrations of %s were skipped because they are failures", found.skipped, config.path)
     return found
 
 

@@ -57,18 +57,18 @@ class ReplayVideos:
     sim: RobotSim
     """The run's simulator."""
     config: SimConfig
-    """Settings that `sim` was opened with."""
+    """Settings of `sim`."""
     folder: Path
     label: str
     """Beginning of the names, such as step-000010-held_out."""
     count: int
-    """Videos of failures, and as many of successes."""
+    """Number of videos of failures, and the same number of successes."""
     fps: int
     size: int = 0
-    """Height in pixels, rendered by a simulator opened for it, with the look for people where it has one; 0 = the
-    images of `sim`."""
+    """Height in pixels, rendered by a separate simulator in its presentation look if it has one; 0 = the images of
+    `sim`."""
     chunk: int = 8
-    """Control steps that the simulator is given at once."""
+    """Control steps sent to the simulator in one call."""
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
         """Replay the first failures and successes and write their frames."""
@@ -88,7 +88,7 @@ class ReplayVideos:
         try:
             frames, success = replay_episode(sim, episode, np.asarray(row["actions"], np.float32), self.chunk)
         except RunError as error:
-            LOGGER.warning("there is no video of %s: %s", episode_id(episode), error)
+            LOGGER.warning("no video of %s: %s", episode_id(episode), error)
             return
         if success != row["success"]:
             LOGGER.warning("the replay of %s ended differently", episode_id(episode))
@@ -118,26 +118,27 @@ def _captioned(
 
 @dataclass
 class RobotEvaluationConfig(EvaluationConfig):
-    """Evaluation in a simulator: greedy episodes, and sampled ones where `samples` asks for them."""
+    """Evaluation in a simulator: greedy episodes, and sampled ones if `samples` is above 0."""
 
     samples: int = 0
-    """Further episodes of each initial state with sampled actions; 0 = none."""
+    """Additional episodes per initial state with sampled actions; 0 = none."""
     swapped: bool = rare(False)
-    """Also evaluate with the first images of another initial state throughout, as success/greedy_swapped and
-    success/sampled_swapped: success that stays does not come from looking."""
+    """Also evaluate while showing the first images of another initial state throughout, as success/greedy_swapped and
+    success/sampled_swapped. Any success that remains does not depend on the images."""
     videos: int = bounded(2, at_least=0)
-    """Number of first failures, and of first successes, of the headline split that are written as mp4; 0 = none. There
-    are also none where the simulator renders no images and `video_size` is 0."""
+    """Number of failures, and of successes, of the headline split to write as mp4, starting with the first; 0 = none.
+    Nothing is written if the simulator renders no images and `video_size` is 0."""
     fps: int = bounded(10, at_least=1)
-    """Frames per second of the videos, one frame a control step."""
+    """Frames per second of the videos, with one frame per control step."""
     video_size: int = rare(bounded(0, at_least=0))
-    """Height of the videos in pixels, rendered by a simulator opened for them; 0 = the policy's own images. Those of
-    the tabletop are then made for people, 4:3, with a caption of the outcome; policies see other images."""
+    """Height of the videos in pixels, rendered by a separate simulator; 0 = use the policy's own images. Above 0,
+    videos of the tabletop are made for human viewers: 4:3, with a caption showing the outcome, and different from the
+    policy's images."""
 
 
 @dataclass
 class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
-    """Success over initial states by one protocol.
+    """Success over initial states with one protocol.
 
     The metrics are success/<protocol> with its interval (Wilson for greedy, bootstrap over initial states for sampled),
     the same for each task, the mean control steps of the successes and the number of failed environments.
@@ -154,7 +155,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
     split: str
     run_dir: Path
     conditions: Mapping[str, Any]
-    """Further conditions of the rows, such as the numerical precision and digests of the user's code."""
+    """Other conditions that the rows depend on, such as the numerical precision and digests of user code."""
     others: Mapping[EpisodeSpec, EpisodeSpec] = field(default_factory=dict)
     """The episode whose images the swapped protocols show, by episode."""
     videos: ReplayVideos | None = None
@@ -172,7 +173,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
 
     @property
     def batch_size(self) -> int:
-        """Episodes that run at the same time."""
+        """Number of episodes that run at the same time."""
         largest = self.evaluation.batch_tasks
         return min(self.sim.capacity or largest, largest)
 

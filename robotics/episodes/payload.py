@@ -32,13 +32,13 @@ class EpisodeSetConfig:
     tasks: list[str] = field(default_factory=list)
     """Names of the simulator's tasks; empty = all."""
     layouts: int = bounded(50, at_least=1)
-    """Initial states of each task."""
+    """Number of initial states per task."""
     first: int = rare(bounded(0, at_least=0))
-    """Number of the first of them."""
+    """Number of the first initial state."""
     split: str = choice("train", SPLITS)
-    """train or held_out, which share no layout, or all, the stored states of LIBERO in their order."""
+    """train or held_out, which share no layout, or all: LIBERO's stored states in their order."""
     randomized: bool | None = None
-    """Whether `sim.randomization` applies to these episodes; none = in training, but not in evaluation."""
+    """Whether `sim.randomization` applies to these episodes; null = in training but not in evaluation."""
 
 
 def list_episodes(
@@ -54,7 +54,7 @@ def list_episodes(
     if unknown:
         raise UserError(f"unknown task {', '.join(unknown)}; this simulator has: {', '.join(known)}")
     if config.split not in splits:
-        raise UserError(f"there is no split {config.split}; this simulator has: {', '.join(splits)}")
+        raise UserError(f"unknown split {config.split}; this simulator has: {', '.join(splits)}")
     count = splits[config.split]
     if count is not None and config.first + config.layouts > count:
         raise UserError(
@@ -109,7 +109,7 @@ class EpisodePayload(Payload):
     images: Tensor | None = per_decision(default=None)
     """(B, C, H, W, 3) uint8, observed before each chunk."""
     views: Tensor | None = per_decision(default=None)
-    """(B, C, V, H, W, 3) uint8, observed before each chunk by the further cameras."""
+    """(B, C, V, H, W, 3) uint8, observed before each chunk by the additional cameras."""
     last_image: Tensor | None = per_row(default=None)
     """(B, H, W, 3) uint8, at the end of the episode."""
     frames: list[NDArray[np.uint8] | None] = per_row(blank=None, default_factory=list)

@@ -49,7 +49,7 @@ class Demonstration:
     images: list[NDArray[np.uint8]] = field(default_factory=list)
     """(H, W, 3) before each action; none without a camera."""
     views: list[NDArray[np.uint8]] = field(default_factory=list)
-    """(V, H, W, 3) of the further cameras."""
+    """(V, H, W, 3) of the additional cameras."""
     actions: list[NDArray[np.float32]] = field(default_factory=list)
     """(A,) in -1..1."""
     success: bool = False
@@ -62,11 +62,11 @@ class Demonstration:
 
     @property
     def ending(self) -> str:
-        """success, horizon, or failed where the simulation failed."""
+        """success, horizon, or failed if the simulation failed."""
         return "failed" if self.failed else "success" if self.success else "horizon"
 
     def images_of(self, cameras: Sequence[str]) -> dict[str, NDArray[np.uint8]]:
-        """(T, H, W, 3) of the camera and of each further one, by these names; none without images."""
+        """(T, H, W, 3) of the camera and of each additional one, by these names; none without images."""
         if not self.images:
             return {}
         further = (np.stack(images) for images in zip(*self.views, strict=True))
@@ -145,8 +145,8 @@ def build_demonstrations(
         rate = interface_of(opened).control_hz
         if rate is None:
             LOGGER.warning(
-                "the simulator does not say its control rate; the dataset says %d frames a second. An environment says "
-                "it by render_fps in its metadata, or sim.options.adapter.control_hz does",
+                "the simulator does not report its control rate, so the dataset is written with %d frames per "
+                "second. Set render_fps in the environment's metadata, or sim.options.adapter.control_hz",
                 FPS,
             )
         robot = str(about.get("environment", config.kind))
@@ -161,7 +161,7 @@ def build_demonstrations(
 def check_missing(path: Path) -> None:
     """Check that a folder does not exist yet; raises UserError."""
     if path.exists():
-        raise UserError(f"{path} exists already; name another folder or remove it")
+        raise UserError(f"{path} already exists; choose another folder or remove it")
 
 
 def _with_expert(config: SimConfig, expert: str) -> SimConfig:
@@ -169,7 +169,8 @@ def _with_expert(config: SimConfig, expert: str) -> SimConfig:
     if not expert:
         return config
     if config.kind != "gymnasium":
-        raise UserError(f"expert is {expert!r} with sim.kind {config.kind}; only gymnasium takes one, leave it out")
+        raise UserError(
+            f"expert is {expert!r} with sim.kind {config.kind}, but only gymnasium takes an expert; leave it out")
     adapter = {**config.options.get("adapter", {}), "expert": expert}
     return replace(config, options={**config.options, "adapter": adapter})
 
@@ -179,8 +180,8 @@ def _successes(sim: RobotSim, task: str, instruction: str, wanted: int, first_la
     if not hasattr(sim, "expert_actions"):
         builder = world_table("DEMONSTRATIONS")["tabletop"]
         raise UserError(
-            "this simulator has no built-in expert; sim.kind gymnasium takes one, and those of the tabletop build "
-            f"demonstrations by {builder}"
+            "this simulator has no built-in expert; pass one with sim.kind gymnasium, or build demonstrations of "
+            f"the tabletop tasks with {builder}"
         )
     ask: Callable[[], NDArray[np.float64]] = sim.expert_actions
     # an expert that rarely succeeds ends with an error instead of running forever
@@ -205,6 +206,6 @@ def _successes(sim: RobotSim, task: str, instruction: str, wanted: int, first_la
     LOGGER.info("%s: %d of %d episodes of the expert succeeded", task, ends["success"], ends.total())
     if ends["success"] < wanted:
         raise UserError(
-            f"the expert succeeded in {ends['success']} of {ends.total()} episodes of {task!r}, {wanted} are wanted; "
-            f"{others}{reason and f', the first of them because {reason}'}"
+            f"the expert succeeded in {ends['success']} of {ends.total()} episodes of {task!r}, {wanted} are "
+            f"required; {others}{reason and f', the first one because {reason}'}"
         )

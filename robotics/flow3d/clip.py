@@ -52,7 +52,8 @@ class Observation:
                     f"{name} has the shape {value.shape}; with depth {self.depth_m.shape} it must be {shape}"
                 )
         if not np.isfinite(self.K).all() or self.K[0, 0] <= 0 or self.K[1, 1] <= 0:
-            raise UserError("K must be finite with focal lengths above 0 in pixels; without them nothing can be lifted")
+            raise UserError(
+                "K must be finite with focal lengths above 0 in pixels; without them pixels cannot be lifted to 3D")
 
     @property
     def size_px(self) -> tuple[int, int]:
@@ -71,7 +72,7 @@ class FlowClip:
     flow: FloatArray
     """(T, N, N, 4): u, v, z, visibility."""
     source: str = ""
-    """Origin: a data set, or the simulator with arm and task."""
+    """Origin: a dataset, or the simulator with arm and task."""
     quality: dict[str, float] = field(default_factory=dict)
     """Statistics of the extraction."""
     meta: dict[str, Any] = field(default_factory=dict)
@@ -137,7 +138,7 @@ class FlowEncoding:
     def validate(self) -> None:
         """Check that the numbers fit together; raises ValueError."""
         if self.z_max_m <= self.z_min_m:
-            raise ValueError(f"z_max_m is {self.z_max_m} and z_min_m {self.z_min_m}; it must be greater")
+            raise ValueError(f"z_max_m is {self.z_max_m} and z_min_m {self.z_min_m}; z_max_m must be greater")
 
     @property
     def channels(self) -> int:

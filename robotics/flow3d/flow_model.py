@@ -1,4 +1,4 @@
-"""The protocol of flow models, and flow that users bring: from another model, a tracker or a simulator."""
+"""The protocol of flow models, and user-provided flow: from another model, a tracker or a simulator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class FixedFlow:
         if self.flow.ndim != 4 or self.flow.shape[1] != self.flow.shape[2] or self.flow.shape[3] != 4:
             raise UserError(
                 f"the flow has the shape {self.flow.shape}; must be (T, N, N, 4): u, v, z, visibility. "
-                "clip_of_points makes one of points in space"
+                "clip_of_points converts points in space"
             )
 
     def predict(self, observation: Observation, points: FloatArray, samples: int = 1, seed: int = 0) -> FloatArray:

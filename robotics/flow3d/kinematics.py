@@ -218,12 +218,13 @@ def _find_names(model: mujoco.MjModel, arm: FlowArm) -> tuple[list[int], int]:
     """Indices of the joints in the posture, which are also those of their velocities, and of the site."""
     # with a free joint, indices of positions and of velocities would differ
     if model.nq != model.nv:
-        raise UserError(f"the model of {arm.name} has free or ball joints; give the arm alone, without objects")
+        raise UserError(
+            f"the model of {arm.name} has free or ball joints; use a model of the arm alone, without objects")
     try:
         columns = [int(model.joint(name).qposadr[0]) for name in arm.joints]
         site = int(model.site(arm.grip_site).id)
     except KeyError as error:
-        raise UserError(f"the model of {arm.name} lacks what the arm names: {error.args[0]}") from None
+        raise UserError(f"the model of {arm.name} lacks an element that the arm refers to: {error.args[0]}") from None
     if len(arm.home_rad) != len(columns):
         raise UserError(f"{arm.name} has {len(columns)} joints and {len(arm.home_rad)} angles of home_rad")
     return columns, site

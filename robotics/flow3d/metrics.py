@@ -85,7 +85,7 @@ def flow_strip(clip: FlowClip, height_px: int = 256) -> ImageArray:
 NEAR_M = 0.05
 """Distance within which a point counts as correct."""
 LEARNED_M = 0.03
-"""Scale of the robust fit for flow of a model."""
+"""Scale of the robust fit for flow from a model."""
 
 
 def flow_metrics(predicted_m: FloatArray, true_m: FloatArray, visible: FloatArray | None = None) -> dict[str, float]:

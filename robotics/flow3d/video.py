@@ -11,13 +11,13 @@ from mmrl.errors import UserError
 from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, ImageArray
 
 REASONS = {
-    "moving_camera": "the camera moves and its poses are not known",
-    "no_intrinsics": "the matrix of the camera is not known, so points cannot be lifted",
+    "moving_camera": "the camera moves and its poses are unknown",
+    "no_intrinsics": "the camera matrix is unknown, so points cannot be lifted to 3D",
     "missing_depth": "there is no depth",
     "holed_depth": "too much of the object has no depth in the first frame",
-    "no_moving_object": "nothing that moves was found",
+    "no_moving_object": "no moving object was found",
     "too_few_visible_points": "most points of the object are hidden most of the time",
-    "degenerate_geometry": "the points of the object lie on a line or in one place",
+    "degenerate_geometry": "the points of the object lie on a line or at a single position",
     "lost_track": "the tracker lost the object",
 }
 """Why a video gives no clip."""

@@ -387,7 +387,7 @@ def test_a_users_function_reads_actions(tmp_path):
 
 
 def test_an_unknown_format_is_an_error_with_a_suggestion():
-    with pytest.raises(UserError, match="unknown format of actions 'jsn'; did you mean 'json'"):
+    with pytest.raises(UserError, match="unknown action format 'jsn'; did you mean 'json'"):
         find_format("jsn")
 
 

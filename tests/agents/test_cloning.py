@@ -118,7 +118,7 @@ def test_an_expert_that_fails_costs_its_episode_and_not_the_run(tmp_path, folder
     }
     with pytest.raises(NoUsableTasksError, match="malformed: expert returned a str"):
         recipe.rollout(recipe.policy, recipe.train_tasks[4:5], Streams(0), Step())
-    with pytest.raises(NoUsableTasksError, match="did not end the episode"):
+    with pytest.raises(NoUsableTasksError, match="did not finish the episode"):
         recipe.rollout(recipe.policy, recipe.train_tasks[5:6], Streams(0), Step())
     assert recipe.rollout(recipe.policy, recipe.train_tasks[6:8], Streams(0), Step()).num_rows == 2
 

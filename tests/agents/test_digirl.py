@@ -249,7 +249,7 @@ def test_options_that_do_not_fit_are_refused(tmp_path, folder):
         make_config(tmp_path, folder, threshold="most")
     config = make_config(tmp_path, folder)
     config.model.critic.hidden = [8]
-    with pytest.raises(UserError, match=r"those of digirl\.critic"):
+    with pytest.raises(UserError, match=r"DigiRL uses digirl\.critic"):
         config.validate()
     config.objective = ObjectiveConfig(preset="grpo")
     with pytest.raises(UserError, match="leave objective out"):

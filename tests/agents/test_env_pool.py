@@ -243,7 +243,7 @@ def test_processes_end_with_the_pool():
         ("Nameless", {}, UserError, r"of Nameless .*: \{'name': 'search'\} has no function with a name; .*get_json"),
         ("NoStep", {}, UserError, "made a NoStep without step; an environment has the methods reset, step, close"),
         ("Fake", {"kwargs": {"size": 3}}, UserError, "unexpected keyword argument 'size'; it takes folder, length"),
-        ("Fake", {"adapter": {"render": True}}, UserError, "adapter is for environments of Gymnasium; .* a Fake"),
+        ("Fake", {"adapter": {"render": True}}, UserError, "adapter is only for Gymnasium environments; .* a Fake"),
     ],
 )
 def test_what_does_not_start_says_why(function, options, error, message):

@@ -29,7 +29,7 @@ def value(draw, depth=0):
 def test_the_format_text_says_one_thing_only():
     assert write_answer([Action("say", {"text": "go north"})], "text") == "go north"
     for thought, actions in (("so be it", [Action("say", {"text": "x"})]), ("", [Action("up")]), ("", [])):
-        with pytest.raises(ValueError, match="can only say one action"):
+        with pytest.raises(ValueError, match="can only express one action"):
             write_answer(actions, "text", thought)
 
 

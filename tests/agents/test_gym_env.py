@@ -97,13 +97,13 @@ def test_a_text_alone_is_said_every_turn():
 @pytest.mark.parametrize(
     ("space", "options", "message"),
     [
-        (Box(-1, 1, (4,)), {}, "its render_mode is None; make it with render_mode='rgb_array'"),
-        (PICTURE, {"render": True}, "is to be seen by what it renders"),
+        (Box(-1, 1, (4,)), {}, "its render_mode is None; create it with render_mode='rgb_array'"),
+        (PICTURE, {"render": True}, "is shown to the agent as it renders itself"),
         (Dict({"a": PICTURE}), {"image_keys": ["b"]}, r"adapter.image_keys: .* no 'b'; it has: a \(Box\)"),
         (Dict({"a": PICTURE, "t": Text(3)}), {"image_keys": ["t"]}, "'t' is Text.*an image is a Box of uint8"),
-        (PICTURE, {"text_keys": ["goal"]}, "no 'goal'; it is no Dict"),
-        (PICTURE, {"action_names": ["a"]}, "has 1 names, 1 of them different; the environment has 2 actions"),
-        (PICTURE, {"action_names": ["a", "a"]}, "2 names, 1 of them different"),
+        (PICTURE, {"text_keys": ["goal"]}, "no 'goal'; it is not a Dict"),
+        (PICTURE, {"action_names": ["a"]}, "has 1 names \(1 distinct\); the environment has 2 actions"),
+        (PICTURE, {"action_names": ["a", "a"]}, "2 names \(1 distinct\)"),
     ],
 )
 def test_what_cannot_be_shown_or_named_is_refused(space, options, message):

@@ -157,7 +157,7 @@ def test_failed_episodes_are_left_out_and_counted(tmp_path, folder):
 
 def test_where_every_environment_fails_other_tasks_are_drawn(tmp_path, folder, monkeypatch):
     monkeypatch.setattr(ActionConfig, "parse", lambda self, text, cut=False: ParsedAnswer((Action("left"),)))
-    with pytest.raises(NoUsableTasksError, match="no episode came to a result"):
+    with pytest.raises(NoUsableTasksError, match="no episode has a result"):
         roll(make_config(tmp_path, folder, kwargs={"fail_at": 1}))
 
 
@@ -226,5 +226,5 @@ def test_training_tasks_may_not_be_evaluated_on(tmp_path, folder):
     recipe.close()
     assert {task.seed for task in recipe.eval_tasks["heldout"]} & {task.seed for task in recipe.train_tasks} == {2, 3}
     config.data.seen = True
-    with pytest.raises(UserError, match="seen is for sets of evaluation"):
+    with pytest.raises(UserError, match="seen is only for evaluation sets"):
         AgentRecipe(config)

@@ -140,9 +140,9 @@ def test_a_run_measures_them_on_held_out_tasks(tmp_path, folder):
 def test_what_cannot_be_scored_is_refused_before_a_model_is_loaded(tmp_path, folder):
     with pytest.raises(UserError, match=r"data: reward 'needs_map' needs map.* the columns are: .*goal.*success"):
         AgentRecipe(make_config(tmp_path, folder, judge("needs_map")))
-    with pytest.raises(ValueError, match="a reward is called 'format' like the recipe's own term"):
+    with pytest.raises(ValueError, match="a reward has the name 'format', which the recipe's own term uses"):
         make_config(tmp_path, folder, RewardConfig("format")).validate()
-    with pytest.raises(UserError, match="digirl learns from the environment's rewards alone"):
+    with pytest.raises(UserError, match="digirl learns only from the environment's rewards"):
         DigirlConfig(model=ModelConfig(path=str(folder)), rewards=[judge("words")]).validate()
 
 

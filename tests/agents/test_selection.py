@@ -32,7 +32,7 @@ def test_a_task_without_results_is_not_kept():
 
 @pytest.mark.parametrize("options", [{"n_rollouts": 0}, {"min_success": 17}, {"max_rate": 0.0}, {"max_rate": 1.5}])
 def test_impossible_rules_are_refused(options):
-    with pytest.raises(UserError, match="expected at least 1 rollout"):
+    with pytest.raises(UserError, match="expected n_rollouts of at least 1"):
         TaskSelector(**options)
 
 

@@ -41,12 +41,12 @@ def test_tasks_come_from_a_file(tmp_path):
     ("row", "message"),
     [
         ({"goal": "x"}, r"unknown entry goal; a task has id, task, seed, instruction"),
-        ({"task": 3}, "task is 3; expected an object, or the name"),
+        ({"task": 3}, "task is 3; expected an object or a task name"),
         ({"task": "a", "seed": -1}, "seed is -1; expected a whole number from 0"),
         ({"task": "a", "seed": True}, "seed is True"),
         ({"task": "a", "seed": 1.0}, "seed is 1.0"),
         ({"task": "a", "id": 7}, "id and instruction must be text"),
-        ({"task": "good", "seed": 0}, "two tasks good/0; give them different ids"),
+        ({"task": "good", "seed": 0}, "two tasks have the id good/0; ids must be unique"),
     ],
 )
 def test_rows_that_are_not_tasks_are_named(tmp_path, row, message):
@@ -69,7 +69,7 @@ def test_an_empty_file_has_no_tasks(tmp_path):
         (TaskSetConfig(["a"], file="x.jsonl"), "names is .*, but nothing reads it while file is 'x.jsonl'"),
         (TaskSetConfig(["a", "a"]), "a name twice: a, a"),
         (TaskSetConfig(seeds=0), "seeds is 0; must be in"),
-        (TaskSetConfig(first_seed=2**31 - 1, seeds=2), "go beyond the seed 2147483647"),
+        (TaskSetConfig(first_seed=2**31 - 1, seeds=2), "exceed the maximum seed 2147483647"),
     ],
 )
 def test_sets_that_cannot_be_are_refused(config, message):

@@ -77,7 +77,7 @@ def test_a_turn_that_cannot_be_written_ends_the_run(language_model, tmp_path):
         tokenizer.chat_template
     )
     try:
-        with pytest.raises(UserError, match=r"a turn of the episode cannot be written .* the chat template of .* no"):
+        with pytest.raises(UserError, match=r"a turn of the episode cannot be encoded .* the chat template of .* no"):
             recipe.run_groups(recipe.policy, recipe.train_tasks[:1], Streams(0), Step())
     finally:
         recipe.close()
@@ -105,5 +105,5 @@ def test_a_run_that_always_drops_its_longer_episodes_stops(counts, stops):
     if not stops:
         check_dropped(episodes)
         return
-    with pytest.raises(UserError, match="behind turn 1 was dropped, 4 of 16 in this step: t: turn 2 does not fit"):
+    with pytest.raises(UserError, match="beyond turn 1 was dropped, 4 of 16 in this step: t: turn 2 does not fit"):
         check_dropped(episodes)

@@ -197,7 +197,7 @@ def test_a_critic_with_hidden_layers_is_restored_bit_for_bit(folder, tmp_path):
 def test_what_would_train_nothing_is_refused(tmp_path, folder):
     with pytest.raises(ValueError, match="has no critic"):
         make_config(tmp_path, folder, objective=ObjectiveConfig(preset="reinforce_pp"))
-    with pytest.raises(ValueError, match="nothing would be explored"):
+    with pytest.raises(ValueError, match="there would be no exploration"):
         make_config(tmp_path, folder, sampler=SamplerConfig(top_k=1))
     config = AgentConfig(recipe="agent", output_dir=str(tmp_path), model=ModelConfig(path=str(folder), critic=CRITIC))
     with pytest.raises(ValueError, match=r"model\.critic is set"):

@@ -177,7 +177,7 @@ def test_the_mission_mentions_the_wind_and_the_image_does_not_show_it():
     calm, windy = (env.reset(seed=2, options={"name": name})[0] for name in ("calm", "windy"))
     assert (calm["mission"], windy["mission"]) == ("Go to the green square.", "Go to the green square. It is windy.")
     np.testing.assert_array_equal(calm["image"], windy["image"])
-    with pytest.raises(UserError, match="none for the task 'gusty'; tasks of this grid: calm, windy"):
+    with pytest.raises(UserError, match="no entry for the task 'gusty'; tasks of this grid: calm, windy"):
         env.reset(seed=2, options={"name": "gusty"})
 
 
@@ -204,9 +204,9 @@ def test_the_environment_keeps_gymnasiums_rules():
         ({"cell": 5000}, "at most 4096 in all"),
         ({"walls": 23}, "walls is 23; a grid of 5 x 5 has room for 0 to 22"),
         ({"max_steps": 0}, "max_steps is 0"),
-        ({"size": 27, "text": True}, "27 cells in words; at most 26, a letter for each row"),
-        ({"winds": {"windy": 1.5}}, "winds.windy is 1.5; expected a share"),
-        ({"min_distance": 9}, "no grid of 5 x 5 .* takes 9 to any number of moves; allow shorter"),
+        ({"size": 27, "text": True}, "at most 26 cells per side \(one letter per row\), not 27"),
+        ({"winds": {"windy": 1.5}}, "winds.windy is 1.5; expected a fraction"),
+        ({"min_distance": 9}, "no grid of 5 x 5 .* path of 9 to any number of moves; allow shorter"),
         ({"min_distance": 4, "max_distance": 3}, "takes 4 to 3 moves"),
     ],
 )

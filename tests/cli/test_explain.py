@@ -3,6 +3,7 @@
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -234,5 +235,14 @@ def test_constants_of_a_row_are_its_own():
 
 def test_findings_are_read_as_the_experiments_hold_them():
     for name, by_experiment in findings_by_subject(known := measured()).items():
-        whole = [(found, evidence_of(known[stem]).page) for stem, items in by_experiment.items() for found in items]
+        whole = [
+            (
+                replace(
+                    found, against=found.against or known[stem].baseline, metric=found.metric or known[stem].metric
+                ),
+                evidence_of(known[stem]).page,
+            )
+            for stem, items in by_experiment.items()
+            for found in items
+        ]
         assert list(findings_about(name, CONFIGS / "experiments")) == whole

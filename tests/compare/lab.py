@@ -70,6 +70,8 @@ class Lab:
 
     def write(self, **changes):
         content = {key: value for key, value in {**EXPERIMENT, **changes}.items() if value is not None}
+        if "evidence" in content:
+            content.setdefault("margin", 0.01)
         path = self.folder / "experiment.yaml"
         path.write_text(OmegaConf.to_yaml(OmegaConf.create(content)))
         return path

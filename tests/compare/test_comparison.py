@@ -518,9 +518,15 @@ def test_a_finding_may_be_rounded(lab):
 
 
 def test_the_verdict_of_a_finding_is_that_of_its_margin(lab):
-    finding = {"about": ["grpo"], "arm": "awm", "difference": 0.5, "low": -1, "high": 2, "verdict": "not here"}
-    evidence = {"page": "page", "setting": "setting", "findings": [finding]}
-    with pytest.raises(UserError, match="is 'no effect within the margin', not 'not here'"):
+    finding = {"about": ["grpo"], "arm": "awm", "difference": 0.5, "low": -1, "high": 2, "verdict": "inconclusive"}
+
+    def evidence_of(verdict):
+        return {"page": "page", "setting": "setting", "findings": [finding | {"verdict": verdict}]}
+
+    evidence = evidence_of("inconclusive")
+    with pytest.raises(UserError, match="is 'no effect within the margin', not 'inconclusive'"):
         lab.experiment(margin=0.03, run_minutes=1, evidence=evidence)
     with pytest.raises(UserError, match="needs `run_minutes`"):
-        lab.experiment(evidence=evidence)
+        lab.experiment(margin=0.03, evidence=evidence_of("no effect within the margin"))
+    with pytest.raises(UserError, match="needs `margin`"):
+        lab.experiment(run_minutes=1, evidence=evidence)

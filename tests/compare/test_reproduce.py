@@ -100,16 +100,17 @@ def test_the_range_for_fresh_seeds_is_the_prediction_interval_of_their_mean():
         ({"arm": "grpo"}, "compares arm 'grpo' with itself"),
         ({"metric": "accuracy/gredy"}, "metric 'accuracy/gredy' is not in the experiment"),
         ({"verdict": "true"}, "evidence.findings.*verdict"),
-        ({"low": -1.0}, r"the verdict 'holds' contradicts \+5.0 points \(-1.0 to \+6.0\)"),
-        ({"verdict": "holds in part", "low": 0.0}, "the verdict 'holds in part' contradicts"),
-        ({"verdict": "negative"}, "the verdict 'negative' contradicts"),
+        ({"low": -1.0}, r"\+5.0 points \(-1.0 to \+6.0\) with the margin 0.01 is 'inconclusive', not 'holds'"),
+        ({"verdict": "holds in part", "low": -0.5}, "is 'inconclusive', not 'holds in part'"),
+        ({"verdict": "negative"}, "is 'holds', not 'negative'"),
+        ({"verdict": "negative", "metric": "policy/entropy"}, "the verdict 'negative' contradicts"),
         ({"high": 4.5}, "5 is not between 4 and 4.5"),
         ({"about": []}, "a finding on arm 'papo' is about nothing"),
     ],
 )
 def test_a_finding_that_cannot_be_right_is_refused(changes, message, lab):
     with pytest.raises(UserError, match=message):
-        load_experiment(lab.write(run_minutes=1, evidence=evidence(**changes)))
+        load_experiment(lab.write(run_minutes=1, evidence=evidence(**changes), secondary_metrics=["policy/entropy"]))
 
 
 def test_an_unknown_arm_with_a_chosen_value_is_refused(lab):

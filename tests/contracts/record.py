@@ -4,7 +4,7 @@
 
 `label` and `workers` run the tests that compare them and write into record.json what those that pass have found.
 `processes` measures the settings that processes.jsonl lacks, and appends each; delete its rows to measure them again.
-`scripts/docs.py` makes the tables of docs/equal_runs.md of both files.
+`scripts/docs.py` makes the tables of docs/internals/scaling.md of both files.
 """
 
 import argparse

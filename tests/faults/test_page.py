@@ -1,4 +1,4 @@
-"""docs/faults.md names tests that exist."""
+"""docs/internals/faults.md names tests that exist."""
 
 import re
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.pages import ROOT, read_page
 
-NAMED = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", read_page("docs/faults.md").text)
+NAMED = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", read_page("docs/internals/faults.md").text)
 
 
 @pytest.mark.parametrize(("file", "name"), NAMED, ids=lambda text: text)
@@ -16,6 +16,6 @@ def test_a_test_that_the_page_names_exists(file, name):
 
 
 def test_every_row_names_one():
-    rows = read_page("docs/faults.md").table("Faults and their effects")
+    rows = read_page("docs/internals/faults.md").table("Faults and their effects")
     assert len(rows) > 10
     assert all(re.search(r"`tests/[\w/]+\.py", row[-1]) for row in rows)

@@ -57,7 +57,7 @@ class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if patch < 1 or 2 ** (len(block_out_channels) - 1) != patch:
-            raise UserError(f"patch={patch} must be 2 ** {len(block_out_channels) - 1}, as block_out_channels says")
+            raise UserError(f"patch={patch} must be 2 ** {len(block_out_channels) - 1}, from block_out_channels")
         if not 1 <= latent_channels <= 3 * patch * patch:
             raise UserError(f"latent_channels={latent_channels} must be between 1 and {3 * patch * patch}")
         self._patch = patch

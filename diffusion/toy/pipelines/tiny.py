@@ -1,4 +1,4 @@
-"""Tiny text encoders and tokenizers of the released classes, the tokenizers trained on a corpus of captions."""
+"""Tiny text encoders and tokenizers of the released architectures; tokenizers are trained on a corpus of captions."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def clip_tokenizer(corpus: Sequence[str], vocab_size: int, max_tokens: int) -> A
 
 
 def learn_merges(words: Mapping[str, int], most: int) -> list[tuple[str, str]]:
-    """Learn byte-pair merges; ties are broken by spelling, so that equal words give equal merges.
+    """Learn byte-pair merges; ties are broken by spelling, so the same words always give the same merges.
 
     The trainer of the tokenizers library numbers end-of-word symbols in the order of a hash table, differently in
     every process.
@@ -160,25 +160,25 @@ class TinySd3Sizes:
     head_width: int = bounded(16, at_least=1)
     """Width of one head of the transformer."""
     patch: int = bounded(2, at_least=1)
-    """Latent pixels on a side of one image token."""
+    """Side length of an image token in latent pixels."""
     latent_size: int = bounded(8, at_least=1)
-    """Latent pixels on a side; images have 2 ** (len(vae_widths) - 1) times as many."""
+    """Side length in latent pixels; images have 2 ** (len(vae_widths) - 1) times as many."""
     latent_channels: int = bounded(4, at_least=1)
     """Channels of a latent."""
     vae_widths: tuple[int, ...] = bounded((8, 16, 16), at_least=4, multiple_of=4)
     """Channels of the autoencoder's levels, multiples of 4."""
     text_width: int = bounded(128, at_least=1)
-    """Width of a text token as the transformer gets it; each CLIP encoder is half as wide."""
+    """Width of a text token in the transformer's input; each CLIP encoder is half as wide."""
     clip_layers: int = bounded(2, at_least=1)
     """Layers of the two CLIP text encoders; the embedding is the state before the last one."""
     clip_tokens: int = bounded(16, at_least=1)
-    """Longest prompt of the CLIP encoders in tokens, start and end counted."""
+    """Maximum prompt length of the CLIP encoders in tokens, including start and end."""
     pooled_width: int = bounded(64, at_least=1)
     """Width of the pooled text embedding, half of it from each CLIP encoder."""
     t5_layers: int = 1
-    """Layers of the T5 encoder; with 0 the pipeline has none and puts zeros in the place of its tokens."""
+    """Layers of the T5 encoder; with 0 the pipeline has no T5 and uses zeros instead of its tokens."""
     vocab_size: int = bounded(1000, at_least=1)
-    """Most tokens of each tokenizer, counting the 512 byte symbols of CLIP."""
+    """Maximum vocabulary size of each tokenizer, including the 512 byte symbols of CLIP."""
 
     @property
     def width(self) -> int:
@@ -188,7 +188,7 @@ class TinySd3Sizes:
     def validate(self) -> None:
         """Check that the sizes fit together; raises UserError."""
         if not self.vae_widths:
-            raise UserError("vae_widths is (); must have a multiple of 4 for each level")
+            raise UserError("vae_widths is (); must contain a multiple of 4 for each level")
         if self.text_width % (2 * self.heads) or self.pooled_width % 2:
             raise UserError(
                 f"text_width={self.text_width} must be a multiple of 2*heads={2 * self.heads}, "
@@ -238,7 +238,7 @@ def build_tiny_sd3(
 def build_from_images(
     path: str, *, images: str, patch: int = 2, channels: int = 12, shift: float = 1.5, seed: int = 0, **sizes: Any
 ) -> Path:
-    """Write a tiny Stable Diffusion 3 pipeline for square captioned images, with a transformer that is random.
+    """Write a tiny Stable Diffusion 3 pipeline with a random transformer, for square captioned images.
 
     Args:
         path: folder to write.
@@ -278,7 +278,7 @@ FITTED_IMAGES = 1000
 
 
 def write_pipeline(path: Path, assemble: Callable[[], Any], seed: int) -> Path:
-    """Make a pipeline of random weights and save it; the global generator is left alone."""
+    """Make a pipeline with random weights and save it, without using the global generator."""
     import torch
 
     ensure_torchvision()

@@ -1,4 +1,4 @@
-"""A tiny Wan pipeline: the released classes, and an autoencoder of clips that needs no training.
+"""A tiny Wan pipeline: the released architectures, and an autoencoder of clips that needs no training.
 
 The first frame is encoded alone and the others in groups, as in Wan's own autoencoder. A group of t frames of p x p
 pixels becomes one latent pixel: its coordinates along the K directions in which such blocks vary most.

@@ -25,7 +25,7 @@ def build_prompts(
 ) -> Path:
     """Write captions of shapes with their scenes."""
     if part not in PARTS:
-        raise UserError(f"part={part!r}; there are: {', '.join(PARTS)}")
+        raise UserError(f"part={part!r}; must be one of {', '.join(PARTS)}")
     scenes = all_scenes(kinds)
     train, held_out = split_scenes(scenes, held_out_share=held_out_share, seed=seed)
     return write_prompt_file(path, {"train": train, "held_out": held_out, "all": scenes}[part])
@@ -104,7 +104,7 @@ def build_pairs(
     max_sequence_length: int = 1,
     seed: int = 0,
 ) -> Path:
-    """Draw two images of each caption from different seeds, and call the one with the higher score preferred.
+    """Draw two images of each caption from different seeds, and mark the one with the higher score as preferred.
 
     The scores of both (`shapes_geneval`, without the flips) and the captions' quality are written too: what a reward
     model and a language model would say of human data.
@@ -165,7 +165,7 @@ def _preferred_first(scores: np.ndarray, flipped: float, rng: np.random.Generato
 
 
 def caption_quality(captions: Sequence[str]) -> list[float]:
-    """10 for a caption of shapes that can be read, else 0: a rule in the place of a language model's score."""
+    """10 for a valid caption of shapes, otherwise 0: a rule that stands in for a language model's score."""
     return [10.0 if _readable(caption) else 0.0 for caption in captions]
 
 

@@ -46,7 +46,7 @@ class ShapeGroup:
             ("count", self.count, list(NUMBERS)),
         ):
             if value not in allowed:
-                raise UserError(f"{name} {value!r} is none of {', '.join(map(str, allowed))}")
+                raise UserError(f"{name} {value!r} is not one of {', '.join(map(str, allowed))}")
 
     @property
     def phrase(self) -> str:
@@ -66,11 +66,11 @@ class Scene:
     def __post_init__(self) -> None:
         shapes = {group.shape for group in self.groups}
         if len(self.groups) not in (1, 2) or len(shapes) < len(self.groups):
-            raise UserError(f"a scene has one group or two of different shapes, not {self.groups}")
+            raise UserError(f"a scene has one group, or two groups of different shapes, not {self.groups}")
         if self.relation is None:
             return
         if self.relation not in RELATIONS:
-            raise UserError(f"relation {self.relation!r} is none of {', '.join(RELATIONS)}")
+            raise UserError(f"relation {self.relation!r} is not one of {', '.join(RELATIONS)}")
         if [group.count for group in self.groups] != [1, 1]:
             raise UserError(f"relation {self.relation!r} needs two single objects, not {self.groups}")
 
@@ -126,7 +126,7 @@ def all_scenes(kinds: Sequence[str] | None = None) -> list[Scene]:
     kinds = list(KINDS) if kinds is None else list(kinds)
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown:
-        raise UserError(f"there is no kind of scene {unknown[0]!r}; known are: {', '.join(KINDS)}")
+        raise UserError(f"unknown kind of scene {unknown[0]!r}; known: {', '.join(KINDS)}")
     return [scene for kind in kinds for scene in KINDS[kind]()]
 
 
@@ -168,7 +168,7 @@ def split_scenes(
     if not 0.0 <= held_out_share <= 1.0:
         raise UserError(f"held_out_share={held_out_share} must be between 0 and 1")
     if len(set(scenes)) < len(scenes):
-        raise UserError("a scene occurs twice, so that it could be trained on and held out")
+        raise UserError("a scene occurs twice, so it could be both trained on and held out")
     rng = np.random.default_rng(seed)
     held_out: set[Scene] = set()
     for kind in KINDS:
@@ -203,7 +203,8 @@ def _parse_phrase(phrase: str, caption: str) -> ShapeGroup:
             return ShapeGroup(words[1], shape, counts[words[0]])
     raise UserError(
         f"cannot read {phrase!r} in the caption {caption!r}; expected a number ({', '.join(counts)}), a colour "
-        f"({', '.join(COLOURS)}) and a shape ({', '.join(SHAPES)}), two of them joined by and, {', '.join(RELATIONS)}"
+        f"({', '.join(COLOURS)}) and a shape ({', '.join(SHAPES)}), or two of these joined by and, "
+        f"{', '.join(RELATIONS)}"
     )
 
 

@@ -45,7 +45,7 @@ class Detection:
 
 
 class Run(NamedTuple):
-    """Neighbouring pixels of a row that have one hue."""
+    """Neighbouring pixels of a row with the same hue."""
 
     row: int
     start: int

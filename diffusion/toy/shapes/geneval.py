@@ -1,4 +1,4 @@
-"""Check of images against their captions. Descriptions in GenEval's layout, rules stricter than its own.
+"""Checks images against their captions, with descriptions in GenEval's format and stricter rules.
 
 GenEval (djghosh13/geneval evaluation/evaluate_images.py) accepts more objects than were asked for and anything else in
 the image, unless the description excludes it. Here every count is exact and nothing else may be there.
@@ -25,7 +25,7 @@ class GenevalVerdict:
     parts: tuple[float, ...]
     """Score of each thing that was asked for, 0..1."""
     correct: bool
-    """Whether every part is fully right."""
+    """Whether every part has the full score."""
 
     @property
     def graded(self) -> float:
@@ -95,7 +95,7 @@ def metadata_rows(
     rows = [parse_caption(prompt).metadata if row is None else row for prompt, row in zip(prompts, given, strict=True)]
     for row in rows:
         if not row.get("include"):
-            raise UserError(f"the metadata asks for nothing; it needs a list 'include' as GenEval has it, not {row}")
+            raise UserError(f"the metadata asks for nothing; expected a list 'include' as in GenEval, not {row}")
     return rows
 
 

@@ -24,7 +24,7 @@ from mmrl.errors import UserError
 from mmrl.files import read_json_object, replaced, write_atomically
 
 LOOKS: tuple[tuple[str, str], ...] = tuple(itertools.product(COLOURS, SHAPES))
-"""The 12 pairs of colour and shape, in the order of the network's answers."""
+"""The 12 pairs of colour and shape, in the order of the network's outputs."""
 COUNT_CLASSES = 4
 """0, 1, 2, and 3 or more of a look."""
 WIDTHS = (24, 48, 64)
@@ -52,7 +52,7 @@ class ShapesJudge:
 
     @classmethod
     def fit(cls, seed: int = 0, *, images: int = 5000, size: int = 32) -> ShapesJudge:
-        """Train a judge on fresh renders, some 40 seconds on one core for the defaults."""
+        """Train a judge on fresh renders; the defaults take about 40 seconds on one core."""
         if images < BATCH:
             raise UserError(f"images={images} must be at least {BATCH}")
         examples = _render_examples(images, size, seed)
@@ -105,7 +105,9 @@ class ShapesJudge:
         folder = Path(folder)
         missing = [name for name in (WEIGHTS_FILE, SETTINGS_FILE) if not (folder / name).is_file()]
         if missing:
-            raise UserError(f"no judge at {folder}, expected {WEIGHTS_FILE} and {SETTINGS_FILE}; no {missing[0]}")
+            raise UserError(
+                f"no judge at {folder}, expected {WEIGHTS_FILE} and {SETTINGS_FILE}; {missing[0]} is missing"
+            )
         settings = read_json_object(folder / SETTINGS_FILE)
         network = _network()
         try:
@@ -134,7 +136,7 @@ def shapes_judge(
 
 
 def wanted_counts(metadata: Mapping[str, Any]) -> Tensor:
-    """Count class (12,) int64 of each look in a description; 0 where nothing of it was asked for."""
+    """Count class (12,) int64 of each look in a description; 0 if it is not asked for."""
     counts = torch.zeros(len(LOOKS), dtype=torch.int64)
     for wanted in metadata["include"]:
         look = LOOKS.index((wanted["color"], wanted["class"]))

@@ -95,7 +95,7 @@ def _place(scene: Scene, count: int, size: int, rng: np.random.Generator) -> lis
             boxes.append(box)
         if len(boxes) == count and _related(boxes, scene.relation):
             return boxes
-    raise UserError(f"found no place for {count} objects in {size} pixels: {scene.caption!r}")
+    raise UserError(f"could not fit {count} objects into {size} pixels: {scene.caption!r}")
 
 
 def _random_box(size: int, low: float, high: float, rng: np.random.Generator) -> Box:

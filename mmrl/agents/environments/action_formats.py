@@ -67,7 +67,7 @@ def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
 
 
 def check_value(value: Any, depth: int = 0) -> None:
-    """Refuse numbers that are not finite or beyond `MAX_NUMBER`, and nesting deeper than `MAX_DEPTH`."""
+    """Reject numbers that are not finite or beyond `MAX_NUMBER`, and nesting deeper than `MAX_DEPTH`."""
     if depth > MAX_DEPTH:
         raise UnreadableError("too_deep", f"lists and dicts nest deeper than {MAX_DEPTH}")
     # bool is an int in Python and passes, as it should
@@ -183,7 +183,7 @@ def read_text(text: str, strict: bool) -> Found:
 
 
 def read_tags(text: str, strict: bool) -> Found:
-    """Read `<action>3</action>`: a name, a number or a call between tags, thoughts in front of them.
+    """Read `<action>3</action>`: a name, a number or a call between tags, with thoughts in front of them.
 
     Strict: each opening tag has its closing one, without text between and after them. Tolerant: any case, text after
     a tag is ignored, and a closing tag may be missing at the end of the answer.
@@ -386,7 +386,7 @@ def write_tags(thought: str, actions: Sequence[NamedAction]) -> str:
 def write_text(thought: str, actions: Sequence[NamedAction]) -> str:
     """The text of the one action `say`, without a thought, which would be read as part of it."""
     if thought or [(name, [*arguments]) for name, arguments in actions] != [(SAY, ["text"])]:
-        raise ValueError(f"the format text can only say one action {SAY} with the argument text")
+        raise ValueError(f"the format text can only express one action {SAY} with the argument text")
     return str(actions[0][1]["text"])
 
 

@@ -16,7 +16,7 @@ from mmrl.hub.tables import DataRow, good_rows
 
 COLUMNS = ("id", "task", "seed", "instruction")
 NOTES = ("success_rate", "rollouts")
-"""Further columns that `mmrl select` writes."""
+"""Additional columns that `mmrl select` writes."""
 LARGEST_SEED = 2**31 - 1
 """Every random generator takes seeds up to this."""
 
@@ -26,7 +26,7 @@ class AgentTask:
     """One task; all samples of its group start from it."""
 
     id: str
-    """Unique in a set, such as `maze/7`."""
+    """Unique within a task set, such as `maze/7`."""
     task: Mapping[str, Any] = field(default_factory=dict)
     """Argument of `reset`; plain data."""
     seed: int = 0
@@ -39,33 +39,35 @@ class TaskSetConfig:
     """A set of tasks: names times seeds, or the rows of a file."""
 
     names: list[str] = only_with(field(default_factory=list), file=UNSET)
-    """Names of tasks, passed to `reset` as the entry `name`; empty = the environment's only task."""
+    """Names of tasks, passed to `reset` as the entry `name`. Default: the environment's only task."""
     seeds: int = only_with(bounded(100, at_least=1, at_most=LARGEST_SEED), file=UNSET)
-    """Seeds of each task."""
+    """Number of seeds per task."""
     first_seed: int = bounded(0, at_least=0, at_most=LARGEST_SEED)
-    """First seed; sets for training and evaluation may not share seeds."""
+    """First seed; training and evaluation sets must not share seeds."""
     options: dict[str, Any] = only_with(field(default_factory=dict), file=UNSET)
-    """Further entries of every task."""
+    """Additional entries of every task."""
     instruction: str = ""
     """Instruction for the agent, unless the first observation contains it."""
     file: str | None = None
-    """A .jsonl, .json or .parquet file with a task a row instead: `task` (an object, or a name), `seed`, and optionally
-    `instruction` and `id`."""
+    """A .jsonl, .json or .parquet file to read the tasks from instead, one per row: `task` (an object, or a name),
+    `seed`, and optionally `instruction` and `id`."""
     build: str | None = rare(only_with(None, file=SET))
-    """`module:function` that writes the file if it is missing; called with the path and `build_options`."""
+    """`module:function` that writes the file if it does not exist; called with the path and `build_options`."""
     build_options: dict[str, Any] = rare(field(default_factory=dict))
     """Keyword arguments of `build`."""
     max_tasks: int | None = bounded(None, at_least=1)
-    """Use only this many of the first tasks."""
+    """Use only the first N tasks."""
     seen: bool = False
-    """Whether an evaluation may contain training tasks, to measure what was learned of these."""
+    """Whether an evaluation may contain training tasks, to measure how well they were learned."""
 
     def validate(self) -> None:
         """Check that names and seeds are allowed; raises UserError."""
         if len(set(self.names)) < len(self.names):
-            raise UserError(f"a set of tasks has a name twice: {', '.join(self.names)}")
+            raise UserError(f"duplicate task names: {', '.join(self.names)}")
         if self.first_seed + self.seeds - 1 > LARGEST_SEED:
-            raise UserError(f"first_seed={self.first_seed} and seeds={self.seeds} go beyond the seed {LARGEST_SEED}")
+            raise UserError(
+                f"first_seed={self.first_seed} and seeds={self.seeds} exceed the maximum seed {LARGEST_SEED}"
+            )
 
 
 def list_tasks(config: TaskSetConfig) -> list[AgentTask]:
@@ -77,7 +79,7 @@ def list_tasks(config: TaskSetConfig) -> list[AgentTask]:
             raise UserError(f"{config.file} has no tasks")
         for name, count in Counter(task.id for task in tasks).items():
             if count > 1:
-                raise UserError(f"{config.file}: there are two tasks {name}; give them different ids")
+                raise UserError(f"{config.file}: two tasks have the id {name}; ids must be unique")
         return tasks[: config.max_tasks]
     seeds = range(config.first_seed, config.first_seed + config.seeds)
     pairs = ((seed, name) for seed in seeds for name in config.names or [""])  # product() would store all seeds
@@ -93,9 +95,9 @@ def check_splits(
     eval_data: Mapping[str, TaskSetConfig],
     splits: Mapping[str, Sequence[AgentTask]],
 ) -> None:
-    """Refuse an evaluation on training tasks unless it is marked `seen`; raises UserError."""
+    """Reject an evaluation on training tasks unless it is marked `seen`; raises UserError."""
     if data.seen:
-        raise UserError("data.seen is for sets of evaluation (eval_data); tasks of training are always seen")
+        raise UserError("data.seen is only for evaluation sets (eval_data); training tasks are always seen")
     check_disjoint(train, {name: tasks for name, tasks in splits.items() if not eval_data[name].seen})
 
 
@@ -106,8 +108,8 @@ def check_disjoint(train: Sequence[AgentTask], splits: Mapping[str, Sequence[Age
         shared = [task.id for task in tasks if _key(task) in known]
         if shared:
             raise UserError(
-                f"{len(shared)} of {len(tasks)} tasks of {name} are also trained on, such as {shared[0]}; give the "
-                "sets other seeds (first_seed) or names, or say that it is meant (seen: true)"
+                f"{len(shared)} of {len(tasks)} tasks of {name} are also training tasks, such as {shared[0]}; use "
+                "different seeds (first_seed) or names, or confirm that this is intended (seen: true)"
             )
 
 
@@ -124,7 +126,7 @@ def _task_in(row: DataRow, config: TaskSetConfig) -> AgentTask:
     if unknown:
         problem = f"unknown entry {', '.join(unknown[:5])}; a task has {', '.join(COLUMNS)}"
     elif not isinstance(task, (dict, str)):
-        problem = f"task is {task!r:.80}; expected an object, or the name of a task"
+        problem = f"task is {task!r:.80}; expected an object or a task name"
     elif type(seed) is not int or not 0 <= seed <= LARGEST_SEED:
         problem = f"seed is {seed!r:.80}; expected a whole number from 0 to {LARGEST_SEED}"
     elif not all(isinstance(text, str) for text in texts.values()):

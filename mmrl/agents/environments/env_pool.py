@@ -1,4 +1,4 @@
-"""Parallel environments in separate processes, each of which may raise, hang or die without harm to the run.
+"""Parallel environments in separate processes; each may raise, hang or crash without affecting the run.
 
     with EnvPool(EnvironmentConfig("my_envs.py:Maze", workers=4)) as pool:
         turns = pool.reset({row: AgentTask(f"maze/{row}", {"size": 5}, seed=row) for row in range(4)})
@@ -39,28 +39,29 @@ class EnvironmentConfig:
     """Environment in which episodes run."""
 
     factory: str = MISSING
-    """`module:function` or `path/to/file.py:function`, or a class instead, that makes the environment: a gymnasium.Env,
-    or an object with reset(task, seed), step(action) and close(). `gymnasium:make` takes any id."""
+    """Function (`module:function` or `path/to/file.py:function`) or class that creates the environment: a
+    gymnasium.Env, or an object with reset(task, seed), step(action) and close(). `gymnasium:make` takes any id."""
     kwargs: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory."""
     adapter: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of mmrl.agents.environments.gym.GymEnvironment, where the factory makes a gymnasium.Env."""
+    """Keyword arguments of mmrl.agents.environments.gym.GymEnvironment, if the factory creates a gymnasium.Env."""
     workers: int = bounded(2, at_least=1)
-    """Parallel environments of each training process, each in a separate process."""
+    """Number of parallel environments per training process, each in its own process."""
     isolate: bool = True
-    """Whether each environment runs in a separate process. If not, all run in the training process one after another,
-    which is faster where an action takes less than a millisecond or they share a browser; limits of time and memory
-    do not hold, and one that hangs or ends its process takes the run with it."""
+    """Whether each environment runs in its own process. Otherwise all run in the training process, one after another.
+    That is faster if an action takes less than a millisecond or if environments share a browser. Time and memory limits
+    then do not apply, and an environment that hangs or exits takes the run with it."""
     variables: dict[str, str] = rare(only_with(field(default_factory=dict), isolate=True))
-    """Environment variables of the processes, on top of this one's."""
+    """Environment variables to set in the environment processes, in addition to the inherited ones."""
     start_timeout_s: float = rare(only_with(bounded(180.0, above=0), isolate=True))
-    """Seconds for imports and construction."""
+    """Time limit in seconds for imports and construction."""
     reset_timeout_s: float = rare(only_with(bounded(120.0, above=0), isolate=True))
-    """Seconds for starting an episode."""
+    """Time limit in seconds for starting an episode."""
     step_timeout_s: float = rare(only_with(bounded(60.0, above=0), isolate=True))
-    """Seconds for an action."""
+    """Time limit in seconds for an action."""
     memory_mb: float | None = rare(only_with(bounded(None, above=0), isolate=True))
-    """MiB that a process and its children may hold; its episode fails beyond that. Empty = any."""
+    """Memory limit in MiB for an environment process and its children; beyond it, the episode fails. Default: no
+    limit."""
 
     def validate(self) -> None:
         """Check that the options of the environment are JSON; raises UserError."""
@@ -94,11 +95,11 @@ class TurnResult:
     failure: WorkerFailure | None = None
     """Reason why the episode has no result."""
     seconds: float = field(default=0.0, compare=False)
-    """Time that the environment took for the action."""
+    """Seconds that the environment took to execute the action."""
 
     @property
     def over(self) -> bool:
-        """Whether the episode takes no more actions."""
+        """Whether the episode accepts no more actions."""
         return self.terminated or self.truncated or self.failure is not None
 
 
@@ -131,7 +132,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
         self.tools: list[dict[str, Any]] = hello["tools"]
         """JSON schemas of the environment's tools; empty if it has none."""
         self.formats: list[str] | None = hello.get("formats")
-        """Formats that can express its actions; None if it does not say."""
+        """Formats that can express its actions; None if it does not declare any."""
         self.has_expert: bool = hello["expert"]
         """Whether the environment has a method `expert`."""
 
@@ -141,7 +142,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
         return sorted(self._live)
 
     def reset(self, tasks: Mapping[int, AgentTask]) -> dict[int, TurnResult]:
-        """Start episodes; running ones of these rows are dropped.
+        """Start episodes; episodes still running in these rows are dropped.
 
         Args:
             tasks: by row, 0 to `size` - 1.
@@ -156,7 +157,9 @@ class EnvPool(RowPool["TurnResult | Action"]):
         self.check_open()
         unknown = [row for row in tasks if not 0 <= row < self.size]
         if unknown:
-            raise UserError(f"there are no rows {unknown}; environment.workers is {self.size}, rows are 0 to that - 1")
+            raise UserError(
+                f"there are no rows {unknown}; environment.workers is {self.size}, so rows range from 0 to workers - 1"
+            )
         requests = {row: _request("reset", {"task": dict(task.task), "seed": task.seed}) for row, task in tasks.items()}
         return {row: _turn(reply) for row, reply in self.begin(requests).items()}
 
@@ -186,7 +189,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
         return results
 
     def ask_expert(self, row: int) -> Action | WorkerFailure:
-        """The action, without text, that the environment's own expert takes in a live row; a failure ends its episode.
+        """The action, without text, that the environment's expert takes in a live row; a failure ends its episode.
 
         Raises:
             ValueError: the row is not live.
@@ -202,7 +205,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
         return reply
 
     def stop(self, rows: Collection[int]) -> None:
-        """End the episodes of some rows, which have reached a limit of the caller's; this is no failure."""
+        """End the episodes of some rows because they reached a limit of the caller; this is not a failure."""
         # rows that have already ended are not settled twice
         self.settle(self._live & set(rows))
 
@@ -225,7 +228,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
     def _check_live(self, rows: Collection[int]) -> None:
         dead = [row for row in rows if row not in self._live]
         if dead:
-            raise ValueError(f"rows {dead} have no running episode; reset them first. Live rows: {self.live}")
+            raise ValueError(f"rows {dead} have no running episode; call reset() on them first. Live rows: {self.live}")
 
 
 def _turn(reply: TurnResult | Action | WorkerFailure) -> TurnResult:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 MAX_CHARS = 1_000_000
 ON_PARSE_ERROR = ("terminate", "noop")
 CUT = "cut"
-"""Error of an answer that ended at the limit of its length: what it says may be a part of another action."""
+"""Error of an answer that was truncated at the length limit: what it contains may be part of another action."""
 
 
 @dataclass(frozen=True)
@@ -104,23 +104,23 @@ class ActionFormat:
 
 @dataclass
 class ActionConfig:
-    """Parsing of actions from answers."""
+    """How actions are parsed from responses."""
 
     format: str = choice("json", lambda: FORMATS, or_function=True)
     """json: an object with thoughts and action; call: Action: click(x=1); tag: <action>3</action>; text: the whole
-    answer is the argument `text` of the action `say`; tool_call: <tool_call> blocks; ui_tars and pyautogui: calls of
-    these, read as the actions of `mmrl.gui`. A `module:function` gets (answer, strict) and returns the thought and a
-    list of (name, arguments); it raises ValueError if there is no action, and its docstring is the manual."""
+    response is the argument `text` of the action `say`; tool_call: <tool_call> blocks; ui_tars and pyautogui: calls in
+    these formats, read as the actions of `mmrl.gui`. A `module:function` gets (answer, strict) and returns the thought
+    and a list of (name, arguments). It raises ValueError if there is no action, and its docstring is the manual."""
     strict: bool = rare(only_with(False, format=Unless("text")))
-    """Whether the answer must follow the format exactly; otherwise the first unambiguous action counts."""
+    """Whether the response must follow the format exactly; otherwise the first unambiguous action counts."""
     max_actions: int = rare(only_with(bounded(1, at_least=1, at_most=64), format=Unless("text")))
-    """Maximum number of actions per answer. More are an error if strict, and ignored otherwise."""
+    """Maximum number of actions per response. Additional actions are an error if strict, and ignored otherwise."""
     on_parse_error: str = choice("terminate", ON_PARSE_ERROR)
-    """terminate: an answer without action, or one that was cut at the limit of its length, ends the episode, unpaid;
-    noop: the turn is spent and the agent gets the reason."""
+    """terminate: a response that has no action, or that was truncated at the length limit, ends the episode and
+    executes nothing, so only earlier rewards count; noop: the turn is used up and the agent is told the reason."""
 
     def parse(self, text: str, cut: bool = False) -> ParsedAnswer:
-        """Read an answer with `parse_answer`; one that was cut at the limit of its length has no action."""
+        """Read an answer with `parse_answer`; one that was truncated at the length limit has no action."""
         # what can be read of it may be a part of another action
         if cut:
             return ParsedAnswer(error=CUT, detail="the answer was cut at the limit of its length")
@@ -132,7 +132,7 @@ def find_format(name: str) -> ActionFormat:
     if ":" not in name:
         if name not in FORMATS:
             hint = did_you_mean(name, FORMATS)
-            raise UserError(f"unknown format of actions '{name}'; {hint}there are: {', '.join(FORMATS)}")
+            raise UserError(f"unknown action format '{name}'; {hint}available formats: {', '.join(FORMATS)}")
         return FORMATS[name]
     function = load_function(name, what="actions.format")
 
@@ -147,13 +147,13 @@ def find_format(name: str) -> ActionFormat:
             raise UnreadableError("no_action", one_line(str(error))) from None
 
     def write(thought: str, actions: Sequence[NamedAction]) -> str:
-        raise ValueError(f"{name} reads answers and cannot write them")
+        raise ValueError(f"{name} can read answers but not write them")
 
     return ActionFormat(read, write, "", inspect.getdoc(function) or "")
 
 
 def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: int = 1) -> ParsedAnswer:
-    """Read the actions of an answer; a thinking block in front, <think> to </think>, is part of the thought.
+    """Read the actions of an answer; a leading thinking block, <think> to </think>, is part of the thought.
 
     Args:
         text: the answer, of any length.
@@ -193,22 +193,22 @@ def write_answer(actions: Sequence[Action], format: str, thought: str = "") -> s
     # Read it back: an expert's demonstration must not teach an answer that the parser reads differently.
     found = parse_answer(text, format, strict=True, max_actions=len(named))
     if [(action.name, action.arguments) for action in found.actions] != named or found.thought != thought.strip():
-        raise ValueError(f"the format {format} cannot say {named!r:.200} with the thought {thought!r:.80}")
+        raise ValueError(f"the format {format} cannot express {named!r:.200} with the thought {thought!r:.80}")
     return text
 
 
 PARSE_ERRORS: dict[str, str] = {
     "empty": "The answer has no text outside its thinking.",
-    "too_long": "The answer or an action is longer than is read.",
+    "too_long": "The answer or an action exceeds the maximum length.",
     "unfinished_thought": "The answer ends inside its thinking.",
     "no_action": "Nothing in the answer looks like an action of the format.",
-    "malformed": "An action is begun and cannot be read.",
-    "wrong_shape": "What can be read has no name, or has arguments of another form.",
+    "malformed": "An action was started but cannot be read.",
+    "wrong_shape": "The action has no name, or its arguments have the wrong form.",
     "bad_number": "A number is NaN, infinite or larger than 1e15.",
     "duplicate": "A key or an argument is given twice.",
     "too_deep": "Lists and objects nest deeper than 8.",
     "too_many": "The answer has more actions than allowed; strict only.",
-    "extra_text": "There is text where the format has none; strict only.",
+    "extra_text": "There is extra text where the format allows none; strict only.",
 }
 
 FORMATS: dict[str, ActionFormat] = {
@@ -282,13 +282,13 @@ class CallResult:
 
 @dataclass(frozen=True)
 class Observation:
-    """Text and images that the agent gets in one turn."""
+    """Text and images that the agent receives in one turn."""
 
     text: str = ""
     images: tuple[NDArray[np.uint8], ...] = ()
     """(H, W, 3) RGB each."""
     results: tuple[CallResult, ...] = ()
-    """Its parts that are results of calls, in call order; empty if it has none."""
+    """The parts that are results of tool calls, in call order; empty if there are none."""
 
 
 @dataclass(frozen=True)
@@ -302,8 +302,8 @@ class StepOutcome:
     truncated: bool
     """Whether a time limit of the environment ended the episode."""
     info: Mapping[str, Any] = field(default_factory=dict)
-    """Anything else. If present, `success` is a bool, whether the episode succeeded, and `action_error` a str, why an
-    action was not executed."""
+    """Anything else. If present, `success` is a bool (whether the episode succeeded) and `action_error` is a str (why
+    an action was not executed)."""
 
 
 class Environment(Protocol):
@@ -317,7 +317,7 @@ class Environment(Protocol):
     """
 
     def reset(self, task: Mapping[str, Any], seed: int) -> Any:
-        """Start an episode; equal arguments start the same one. Returns an observation, or a pair of it and a dict."""
+        """Start an episode; equal arguments start the same one. Returns an observation, optionally with a dict."""
         ...
 
     def step(self, action: Action) -> Any:
@@ -346,7 +346,7 @@ def as_observation(value: Any) -> Observation:
         if unknown or not value:
             raise MalformedError(
                 f"the observation is a dict with {', '.join(unknown[:10]) or 'no entries'}; its entries may be "
-                f"{', '.join(KEYS)}; put anything else into the info that reset and step may return as well"
+                f"{', '.join(KEYS)}; put anything else into the info dict, which reset and step may also return"
             )
         images = _listed(value.get("images"))
         return _observation(value.get("text", ""), [value["image"], *images] if "image" in value else images)
@@ -359,7 +359,8 @@ def as_start(value: Any) -> tuple[Observation, Mapping[str, Any]]:
         return as_observation(value), {}
     if len(value) != 2 or not isinstance(value[1], Mapping):
         raise MalformedError(
-            f"reset returned a tuple of {_kinds(value)}; expected an observation, or a pair of it and a dict"
+            f"reset returned a tuple of {_kinds(value)}; expected an observation, or a pair of an observation and a "
+            "dict"
         )
     return as_observation(value[0]), value[1]
 
@@ -440,11 +441,11 @@ def _kinds(values: tuple[Any, ...]) -> str:
 Fields = tuple[dict[str, Any], "dict[str, np.ndarray]"]
 
 NOT_SENT = "not_sent"
-"""Info entry that lists the names of entries that cannot leave the environment's process."""
+"""Info entry that lists the names of entries that cannot be sent out of the environment's process."""
 
 
 def pack_outcome(outcome: StepOutcome) -> Fields:
-    """Encode an outcome; entries of the info that are not plain data are only named."""
+    """Encode an outcome; info entries that are not plain data are only listed by name."""
     info, not_sent = {}, []
     for key, value in outcome.info.items():
         # Entry by entry: an environment may return objects for its own use, which must not fail the step.
@@ -466,5 +467,5 @@ def unpack_outcome(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) 
     try:
         text, images, reward, terminated, truncated, info = decode(fields["outcome"], arrays)
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise MalformedError(f"the process sent something else than an outcome: {error!r:.200}") from None
+        raise MalformedError(f"the process sent something other than an outcome: {error!r:.200}") from None
     return as_outcome((Observation(text, tuple(images)), reward, terminated, truncated, info))

@@ -44,8 +44,8 @@ class EnvironmentService:
             actions = dict.fromkeys(actions, "")
         if not isinstance(actions, Mapping):
             raise LoadError(
-                f"`actions` of {type(self._env).__name__} is a {type(actions).__name__}; expected a mapping from the "
-                "names of its actions to a sentence each"
+                f"`actions` of {type(self._env).__name__} is a {type(actions).__name__}; expected a mapping from "
+                "action names to one-sentence descriptions"
             )
         has_expert = callable(getattr(self._env, "expert", None))
         described = {str(name): str(text) for name, text in actions.items()}
@@ -69,7 +69,7 @@ class EnvironmentService:
             problem = str(error)
         raise LoadError(
             f"`tools` of {type(self._env).__name__} is not a list of JSON schemas: {problem}; "
-            "transformers.utils.get_json_schema makes the schema of a function"
+            "transformers.utils.get_json_schema creates the schema of a function"
         )
 
     def answer(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Fields:
@@ -113,7 +113,7 @@ def _is_named(tool: Any) -> bool:
 
 
 def open_environment(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> Environment:
-    """Make an environment; one of Gymnasium's is wrapped."""
+    """Create an environment; a Gymnasium environment is wrapped."""
     function = find_function(factory, what="environment.factory")
     check_arguments(f"environment.kwargs for {factory}", function, kwargs)
     try:
@@ -127,12 +127,14 @@ def open_environment(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[s
     except UserError as error:
         raise LoadError(str(error)) from error
     if adapter:
-        raise LoadError(f"environment.adapter is for environments of Gymnasium; {factory} made a {type(env).__name__}")
+        raise LoadError(
+            f"environment.adapter is only for Gymnasium environments; {factory} created a {type(env).__name__}"
+        )
     missing = [name for name in METHODS if not callable(getattr(env, name, None))]
     if missing:
         raise LoadError(
-            f"environment.factory: {factory} made a {type(env).__name__} without {', '.join(missing)}; an environment "
-            f"has the methods {', '.join(METHODS)}, or is a gymnasium.Env"
+            f"environment.factory: {factory} created a {type(env).__name__} without {', '.join(missing)}; an "
+            f"environment needs the methods {', '.join(METHODS)}, or must be a gymnasium.Env"
         )
     return env
 

@@ -25,7 +25,7 @@ MOST_TURNS = 1000
 
 
 class ExpertFailedError(RuntimeError):
-    """An expert's episode has no end: its environment failed, or it took too long."""
+    """An expert's episode did not finish: its environment failed, or it took too long."""
 
 
 class ExpertEnvironment(Environment, Protocol):
@@ -37,7 +37,7 @@ class ExpertEnvironment(Environment, Protocol):
 
 
 class RemoteExpert:
-    """The environment and expert of a pool's first row, which may raise, hang or die without harm to this process."""
+    """The environment and expert of a pool's first row; if they raise, hang or crash, this process is unaffected."""
 
     def __init__(self, pool: EnvPool) -> None:
         self._pool = pool
@@ -102,7 +102,7 @@ class ExpertEpisode:
     """An episode of an expert."""
 
     task: Mapping[str, Any]
-    """Task as completed by the environment (`info["task"]`), or as given."""
+    """The task as filled in by the environment (`info["task"]`), or as given."""
     seed: int
     turns: tuple[ExpertTurn, ...]
     last: Observation
@@ -124,7 +124,7 @@ class ExpertEpisode:
 
 
 def run_expert(env: ExpertEnvironment, task: Mapping[str, Any], seed: int, format: str = "json") -> ExpertEpisode:
-    """Let the expert act until the episode is over.
+    """Run the expert until the episode ends.
 
     Args:
         env: the environment, in this process.
@@ -155,12 +155,12 @@ def run_expert(env: ExpertEnvironment, task: Mapping[str, Any], seed: int, forma
             success = bool(outcome.info.get("success", total > 0))
             return ExpertEpisode(complete, seed, tuple(turns), observation, total, success)
     raise ExpertFailedError(
-        f"the expert of {type(env).__name__} did not end the episode of {dict(task)} in {MOST_TURNS} turns"
+        f"the expert of {type(env).__name__} did not finish the episode of {dict(task)} within {MOST_TURNS} turns"
     )
 
 
 def write_episodes(episodes: Sequence[ExpertEpisode], folder: Path, videos: int = 1) -> None:
-    """Write episodes as a data set: episodes.jsonl, the images of the turns, and videos.
+    """Write episodes as a dataset: episodes.jsonl, the images of the turns, and videos.
 
     Args:
         episodes: a row each, with task, seed, instruction, reward, success and turns; a turn has images, text, answer,

@@ -1,4 +1,4 @@
-"""Any Gymnasium environment with images or text to look at, for agents that write their actions.
+"""Any Gymnasium environment with image or text observations, for agents that write their actions as text.
 
 Images are the entries of the observation whose Boxes hold one (`mmrl.hub.foreign.image_form`), or the result of
 `render`; text is the entries that are Text spaces, and any other that is asked for by name. Actions are names of a
@@ -44,7 +44,7 @@ class NamedActions:
         names = [str(start + index) for index in range(count)] if names is None else [str(name) for name in names]
         if len(names) != count or len(set(names)) < count:
             raise UserError(
-                f"environment.adapter.action_names has {len(names)} names, {len(set(names))} of them different; the "
+                f"environment.adapter.action_names has {len(names)} names ({len(set(names))} distinct); the "
                 f"environment has {count} actions"
             )
         self._numbers = {name: start + index for index, name in enumerate(names)}
@@ -104,7 +104,7 @@ class ArgumentActions:
         for name, space in self._spaces.items():
             if type(space).__name__ not in CONVERTERS:
                 raise UserError(
-                    f"the action's entry {name!r} is {space!r:.120}; an agent can write {', '.join(CONVERTERS)}"
+                    f"the action's entry {name!r} is {space!r:.120}; supported action spaces: {', '.join(CONVERTERS)}"
                 )
         described = (f"{name}: {_described(space)}" for name, space in self._spaces.items())
         self.actions: Mapping[str, str] = {"act": ", ".join(described)}
@@ -257,9 +257,9 @@ class GymEnvironment:
         self._render = not (self._image_forms or self._text_keys) if render is None else render
         if self._render and getattr(env, "render_mode", None) != "rgb_array":
             raise UserError(
-                f"{_name(env)} is to be seen by what it renders, but its render_mode is "
-                f"{getattr(env, 'render_mode', None)!r}; make it with render_mode='rgb_array'. Its observation is "
-                f"{env.observation_space!r:.200}, in which an image is a Box of uint8 (H, W, 3)"
+                f"{_name(env)} is shown to the agent as it renders itself, but its render_mode is "
+                f"{getattr(env, 'render_mode', None)!r}; create it with render_mode='rgb_array'. Its observation is "
+                f"{env.observation_space!r:.200}, where an image would be a Box of uint8 (H, W, 3)"
             )
         self._images: tuple[NDArray[np.uint8], ...] = ()
         self._text = ""
@@ -278,7 +278,7 @@ class GymEnvironment:
         return self._observe(observation), info
 
     def step(self, action: Action) -> tuple[Observation, Any, bool, bool, Mapping[str, Any]]:
-        """Execute an action; one that the environment does not have changes nothing and spends the turn."""
+        """Execute an action; an action that the environment does not have changes nothing and uses up the turn."""
         try:
             value = self._reader.read(action)
         except NotExecutableError as error:
@@ -288,7 +288,7 @@ class GymEnvironment:
         return self._observe(observation), reward, terminated, truncated, info
 
     def expert(self) -> Action:
-        """The action of the environment's own expert, its method `expert_action`; raises UserError without one."""
+        """The action of the environment's expert, from its method `expert_action`; raises UserError without one."""
         expert = getattr(getattr(self._env, "unwrapped", self._env), "expert_action", None)
         if expert is None:
             raise UserError(f"{_name(self._env)} has no method expert_action that returns a member of its action space")
@@ -318,12 +318,12 @@ def _chosen(option: str, names: Sequence[str] | None, entries: Mapping[str, Any]
     listing = f"it has: {', '.join(f'{name} ({type(space).__name__})' for name, space in entries.items())}"
     for name in names:
         if name not in entries:
-            listing = "it is no Dict" if list(entries) == [""] else listing
+            listing = "it is not a Dict" if list(entries) == [""] else listing
             raise UserError(f"environment.adapter.{option}: the observation has no {name!r}; {listing}")
         if option == "image_keys" and image_form(entries[name]) is None:
             raise UserError(
-                f"environment.adapter.{option}: {name!r} is {entries[name]!r:.120}; an image is a Box of uint8, "
-                f"0 to 255, or of floats, 0 to 1, of the shape (H, W, 3) or (3, H, W), grey ones also (H, W). {listing}"
+                f"environment.adapter.{option}: {name!r} is {entries[name]!r:.120}; an image is a Box of uint8 (0 to "
+                f"255) or floats (0 to 1) with the shape (H, W, 3) or (3, H, W), or (H, W) for grayscale. {listing}"
             )
     return list(names)
 
@@ -362,14 +362,17 @@ def make(
         from minigrid import wrappers  # registers its environments on import
     except ModuleNotFoundError as error:
         raise UserError(
-            f"{id} needs the package {error.name}, which is not installed: pip install 'mmrl-suite[minigrid]'"
+            f"{id} needs the package {error.name}, which is not installed. Install it with: pip install "
+            "'mmrl-suite[minigrid]'"
         ) from None
     known = sorted(name for name in gymnasium.registry if name.startswith(("MiniGrid-", "BabyAI-")))
     if id not in known:
         close = difflib.get_close_matches(id, known, n=3)
         raise UserError(f"MiniGrid has no {id!r}; {'did you mean' if close else 'it has'} {', '.join(close or known)}")
     if not 4 <= tile_size <= 256 or (max_steps is not None and max_steps < 1):
-        raise UserError(f"tile_size is {tile_size}, max_steps {max_steps}; expected 4 to 256, and at least 1")
+        raise UserError(
+            f"tile_size is {tile_size} and max_steps is {max_steps}; tile_size must be 4 to 256, max_steps at least 1"
+        )
     options: dict[str, Any] = {} if max_steps is None else {"max_steps": max_steps}
     env: Any = gymnasium.make(id, **options)
     view = wrappers.RGBImgObsWrapper if full_view else wrappers.RGBImgPartialObsWrapper

@@ -1,4 +1,4 @@
-"""Episodes in which the agent says how to act, and a frozen actor acts: explicit strategies in dialogue (EPO).
+"""Episodes in which the agent picks a strategy and a frozen actor carries it out: dialogue strategies (EPO).
 
     environment:
       factory: mmrl.agents.environments.strategy:StrategyEnvironment

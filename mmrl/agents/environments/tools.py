@@ -45,7 +45,7 @@ class ToolEnvironment:
         for spec in functions:
             function = load_function(spec, what="functions")
             if function.__name__ in (SAY, *self._functions):
-                raise UserError(f"functions: the name {function.__name__} is taken")
+                raise UserError(f"functions: two tools are named {function.__name__!r}")
             try:
                 self.tools.append(get_json_schema(function))
             except Exception as error:  # transformers has an exception for each part that is missing
@@ -59,12 +59,12 @@ class ToolEnvironment:
     def reset(self, task: Mapping[str, Any], seed: int) -> str:
         """Ask the question."""
         if not isinstance(task.get("question"), str):
-            raise UserError(f"a task of tools needs a text as its question; found {', '.join(task) or 'nothing'}")
+            raise UserError(f"a tool task needs a text as its question; found {', '.join(task) or 'nothing'}")
         self._task = task
         return str(task["question"])
 
     def step(self, action: Action) -> tuple[Any, float, bool, dict[str, Any]]:
-        """Call a tool; an exception is text for the agent. What is said ends the episode."""
+        """Call a tool; if it raises, the agent sees the error as text. A plain answer ends the episode."""
         if action.name == SAY:
             return "", float(self._reward(self._task, action.arguments["text"])), True, {}
         function = self._functions.get(action.name)
@@ -84,4 +84,4 @@ class ToolEnvironment:
         return text[:MAX_RESULT_CHARS] + cut, 0.0, False, {}
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MARKS = "marks"
 SMALLEST_SIDE, LARGEST_SIDE = 240, 1280
-"""Pixels of the images in a video; smaller ones are enlarged by whole factors, larger ones shrunk."""
+"""Pixels of the images in a video; smaller images are enlarged by integer factors, larger images are shrunk."""
 FONT_PX, LINES = 14, 3
 CAPTION_PX = LINES * (FONT_PX + 4) + 8
 MOST_MARKS = 16
@@ -75,7 +75,7 @@ class Video:
 
 
 def draw_frames(video: Video) -> Iterator[NDArray[np.uint8]]:
-    """Draw the frames (H, W, 3) of a video, one a turn and all of one size: image, marks, and the caption below."""
+    """Draw the frames (H, W, 3) of a video, one per turn, all of one size: image, marks, and the caption below."""
     from PIL import Image, ImageDraw
 
     sizes = [_scaled(frame.image.shape) for frame in video.frames if frame.image is not None]

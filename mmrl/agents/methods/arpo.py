@@ -49,7 +49,7 @@ from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 CORRECTIONS = ("recompute", "behaviour")
 Fresh = tuple[tuple[int, int], tuple[str, Record]]
-"""Draw and place of its task in the step, the key that it is stored under, and an episode."""
+"""Draw and index of its task in the step, the key that it is stored under, and an episode."""
 MEGABYTE = 10**6
 
 
@@ -58,27 +58,27 @@ class ReplayConfig:
     """Replay of successful trajectories."""
 
     enabled: bool = True
-    """Whether successes are kept and replayed; false is plain GRPO over trajectories."""
+    """Whether to store and replay successes; false is plain GRPO over trajectories."""
     size: int = rare(bounded(8, at_least=1))
     """Maximum number of trajectories per task; the oldest is removed first."""
     threshold: float = rare(0.1)
-    """Sum of the environment's rewards above which a trajectory is kept."""
+    """A trajectory is stored if the sum of its environment rewards exceeds this."""
     max_std: float = rare(bounded(0.05, at_least=0))
     """Replay into a group only if the population standard deviation of its trajectories' rewards is below this."""
     max_mean: float = rare(0.2)
     """Replay into a group only if the mean of its trajectories' rewards is below this."""
     correction: str = rare(choice("recompute", CORRECTIONS))
-    """Old log-probs of replayed trajectories: recompute (of the policy before the update, so that the ratio begins at 1
-    and hides how stale they are) or behaviour (as they were sampled, clipped as usual)."""
+    """Old log-probs of replayed trajectories. recompute: those of the policy before the update, so the ratio starts at
+    1 and hides how stale they are; behaviour: those at sampling time, clipped as usual."""
     max_age: int | None = rare(bounded(None, at_least=1))
-    """Steps after which a stored trajectory is not used any more; null = never."""
+    """Number of steps after which a stored trajectory expires; null = never."""
     memory_mb: int = rare(bounded(4096, at_least=1))
     """Maximum size of the buffer in 10^6 bytes; every process holds a copy. Beyond it, the oldest trajectories of all
     tasks are evicted."""
 
 
 def needs_replay(outcomes: Sequence[float], max_std: float = 0.05, max_mean: float = 0.2) -> bool:
-    """Whether a group should get a stored trajectory: its outcomes are low and barely differ.
+    """Whether a group should receive a stored trajectory: its rewards are low and barely differ.
 
     Args:
         outcomes: what each trajectory of the group earned from the environment, before a format reward; NaN for those
@@ -143,7 +143,7 @@ class ReplayBuffer:
         return entry["episode"], step - entry["step"]
 
     def expire(self, step: int) -> None:
-        """Drop the trajectories that are older than `max_age` at a step."""
+        """Drop the trajectories that are older than `max_age` at this step."""
         for task, own in list(self._stored.items()):
             while own and self._is_old(own[0], step):
                 own.popleft()
@@ -152,7 +152,7 @@ class ReplayBuffer:
                 del self._stored[task]
 
     def stored(self, task: str, since: int = 0) -> list[Record]:
-        """A task's trajectories of a step and later ones, oldest first."""
+        """A task's trajectories from a given step on, oldest first."""
         return [entry["episode"] for entry in self._stored.get(task, ()) if entry["step"] >= since]
 
     def state_dict(self, tasks: Collection[str] | None = None) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class ReplayBuffer:
 
 
 REPLAYED = "replayed"
-"""(B,) 1 where a row was replayed."""
+"""(B,) 1 for replayed rows."""
 SAMPLED = "logp_sampled"
 """(B, T) log-probs in nats when the row was sampled."""
 
@@ -193,7 +193,7 @@ class ArpoConfig(AgentConfig):
     replay: ReplayConfig = field(default_factory=ReplayConfig)
     """Replay of past successes."""
     reward: AgentRewardConfig = field(default_factory=lambda: AgentRewardConfig(format=0.5))
-    """Reward of an episode; the public code subtracts 0.5 for a last answer without action."""
+    """Reward of an episode; the public code subtracts 0.5 for a last response without an action."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="arpo"))
     """Objective that is optimised."""
 

@@ -1,4 +1,4 @@
-"""Cloning an environment's own expert: a warm start for agents, in the same loop as reinforcement learning.
+"""Cloning an environment's expert: a warm start for agents, in the same loop as reinforcement learning.
 
 The expert plays each task in an environment of the pool, and the policy is trained on its answers by maximum
 likelihood. All turns of an episode are one packed pass, as in the other agent recipes.
@@ -47,7 +47,7 @@ class CloneEvaluationConfig(AgentEvaluationConfig):
     """Evaluation of a cloned agent in episodes."""
 
     sampler: AnswerSampling = field(default_factory=AnswerSampling)
-    """Lengths of the answers in episodes."""
+    """Lengths of the responses in episodes."""
 
 
 @dataclass
@@ -57,10 +57,10 @@ class AgentCloneConfig(AgentParts, BaseRunConfig):
     data: TaskSetConfig = field(default_factory=TaskSetConfig)
     """Tasks that the expert plays."""
     random_actions: float = bounded(0.0, at_least=0, at_most=1)
-    """Fraction of turns in which a random action of the environment replaces the expert's."""
+    """Fraction of turns in which a random action replaces the expert's."""
     play_once: bool = False
-    """Whether each task is played once and its episode learned from whenever it comes up, for slow environments such as
-    browsers, with fewer tasks than the run goes through. A resumed run plays them again."""
+    """Whether to play each task only once and reuse its episode whenever the task comes up again. Useful for slow
+    environments such as browsers, if the run goes through its tasks several times. A resumed run plays them again."""
     evaluation: CloneEvaluationConfig = field(default_factory=CloneEvaluationConfig)
     """Evaluation on held-out tasks, which the policy plays."""
 
@@ -83,21 +83,21 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
         self._known: dict[str, ExpertEpisode] = {}
 
     def check_data(self) -> None:
-        """Refuse an environment without an expert; raises UserError."""
+        """Reject an environment without an expert; raises UserError."""
         if not self.pool.has_expert:
             raise UserError(
-                f"environment.factory: {self.config.environment.factory} makes an environment without an expert to "
-                "clone, a method `expert` that returns an Action"
+                f"environment.factory: {self.config.environment.factory} creates an environment without an expert to "
+                "clone; it needs a method `expert` that returns an Action"
             )
 
     def batch(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
-        """Let the expert play each task; the rows hold its answers and its returns."""
+        """Run the expert on each task; the rows hold its answers and its returns."""
         episodes = self.demonstrations(policy, tasks, streams)
         self._note(episodes)
         kept = [number for number, episode in enumerate(episodes) if episode.has_result]
         usable = [episodes[number] for number in kept]
         if not usable:
-            raise NoUsableTasksError(f"no episode of the expert could be used: {episodes[0].reason}")
+            raise NoUsableTasksError(f"none of the expert's episodes could be used: {episodes[0].reason}")
         rollouts = pack_episodes(usable, list(range(len(usable))), policy)
         earned = [episode.total for episode in usable]
         # the loss does not read them; metrics and records do
@@ -138,7 +138,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
 
 
 def as_episode(played: ExpertEpisode, task: AgentTask, policy: VlmPolicy, writer: Writer, max_turns: int) -> Episode:
-    """The expert's episode as one that an agent might have had; one that does not fit has no result."""
+    """The expert's episode in the form of an agent's episode; an episode that does not fit has no result."""
     turns = played.turns[:max_turns]
     episode = replay_episode(task, [(turn.observation, turn.action.text) for turn in turns], policy, writer)
     episode.success = played.success

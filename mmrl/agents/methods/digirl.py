@@ -69,12 +69,12 @@ METHODS, ADVANTAGES = ("digirl", "filtered_cloning"), ("paper", "code")
 
 @dataclass
 class DigirlSettings(BuiltPath):
-    """Choice of the episodes and steps that are learnt from."""
+    """Which episodes and steps to learn from."""
 
     method: str = choice("digirl", METHODS)
-    """digirl, or filtered_cloning: episodes filtered by reward, all of their steps, no critics."""
+    """digirl, or filtered_cloning: keep episodes by reward, learn from all of their steps, no critics."""
     path: str | None = field(default=None, kw_only=True)  # type: ignore[assignment]
-    """Folder of recorded episodes to begin with; see mmrl.agents.rollout.storage."""
+    """Folder of recorded episodes to start from; see mmrl.agents.rollout.storage."""
     offline_steps: int = only_with(bounded(0, at_least=0), path=SET)
     """Number of initial steps that run no episodes."""
     warmup_steps: int = only_with(bounded(0, at_least=0), method="digirl")
@@ -86,24 +86,25 @@ class DigirlSettings(BuiltPath):
     lam: float = rare(
         only_with(bounded(0.5, at_least=0, at_most=1), method="digirl", step_filter=True, advantage="paper")
     )
-    """Weight of the episode's end in the paper's advantage; the further from it, the higher its power."""
+    """Weight of the final reward in the paper's advantage; raised to the number of steps until the end."""
     threshold: str = rare(only_with("auto", method="digirl", step_filter=True))
-    """Threshold that the advantage of a step has to exceed: 1/H with H the steps of its episode, a number, or auto
-    (1/H for the paper's advantage, 0 for the code's)."""
+    """Threshold that the advantage of a step must exceed: 1/H (H is the number of steps in its episode), a number, or
+    auto (1/H for the paper's advantage, 0 for the code's)."""
     step_filter: bool = rare(only_with(True, method="digirl"))
     """Whether steps are filtered."""
     instruction_filter: bool = rare(True)
     """Whether episodes are filtered."""
     quantile: float = only_with(bounded(0.9, at_least=0, at_most=1), instruction_filter=True)
-    """Episodes that score at least this quantile of all are kept."""
+    """Keep episodes whose score is at least this quantile of all episodes."""
     min_score: float | None = only_with(None, instruction_filter=True)
-    """Further bound on the score of a kept episode: a reward offline, an advantage afterwards; null = none."""
+    """Additional lower bound on the score of a kept episode: a reward while offline, an advantage afterwards; null =
+    none."""
     clamp: bool = rare(True)
-    """Whether token probabilities are kept within 0.001 and 0.99, beyond which a token has no gradient."""
+    """Whether to clamp token probabilities to [0.001, 0.99]; outside of it a token has no gradient."""
     batch_episodes: int = bounded(16, at_least=1)
-    """Episodes of an optimiser step, drawn with replacement; a multiple of the number of processes."""
+    """Episodes per optimiser step, drawn with replacement; a multiple of the number of processes."""
     capacity: int = bounded(1000, at_least=1)
-    """Maximum number of stored episodes; the oldest is removed first. All are read once in every step."""
+    """Maximum number of stored episodes; the oldest is removed first. Each step reads all of them once."""
     memory_mb: int = rare(bounded(4096, at_least=1))
     """Maximum size of the stored episodes in 10^6 bytes, in each process."""
     critic: DigirlCriticConfig = only_with(field(default_factory=DigirlCriticConfig), method="digirl")
@@ -129,7 +130,7 @@ class DigirlConfig(AgentConfig):
     """A DigiRL run; each step has `trainer.epochs` x `trainer.minibatches_per_step` optimiser steps, 20 in the code."""
 
     digirl: DigirlSettings = field(default_factory=DigirlSettings)
-    """Choice of the episodes and steps that are learnt from."""
+    """Which episodes and steps to learn from."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="sft"))
     """Fixed: likelihood of the kept steps."""
 
@@ -140,9 +141,9 @@ class DigirlConfig(AgentConfig):
         self.check_parts(self.trainer.learning_rate)
         check_rewards(self, "digirl")
         if self.objective != ObjectiveConfig(preset="sft"):
-            raise UserError("digirl raises the likelihood of kept steps; leave objective out, or use recipe: agent")
+            raise UserError("digirl maximises the likelihood of kept steps; remove objective, or use recipe: agent")
         if self.model.critic != CriticSettings():
-            raise UserError("model.critic is set, but DigiRL's critics are those of digirl.critic; leave it out")
+            raise UserError("remove model.critic: DigiRL uses digirl.critic")
 
 
 EPISODES = "episodes"
@@ -156,7 +157,7 @@ class KeptSteps(LossTerm):
     gradient = "never"
 
     def provides(self, step: Step) -> frozenset[str]:
-        """Nothing is compared with an old policy."""
+        """Nothing: no term compares with an old policy."""
         return frozenset({"logp_old"})
 
     def counts(self, minibatch: Rollouts) -> dict[str, float]:
@@ -205,15 +206,15 @@ class DigirlRecipe(AgentRecipe):
             self._recorded = read_recorded(expanded(settings.path))
 
     def is_offline(self, step: Step) -> bool:
-        """Whether the step runs no episodes."""
+        """Whether this step runs no episodes."""
         return step.number < self.config.digirl.offline_steps
 
     def rolls_apart(self, step: Step) -> bool:
-        """Unless the step runs no episodes."""
+        """True unless the step runs no episodes."""
         return super().rolls_apart(step) and not self.is_offline(step)
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
-        """Run G episodes of each task; offline, draw stored ones, which are used only for the step's statistics."""
+        """Run G episodes of each task; while offline, draw stored episodes, used only for the step's statistics."""
         if not self.is_offline(step):
             groups = self.run_groups(policy, tasks, streams, step)
             kept = streams.among(tasks, [group[0].task for group in groups])
@@ -227,7 +228,7 @@ class DigirlRecipe(AgentRecipe):
         return pack_episodes(episodes, range(len(episodes)), policy)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Store the step's episodes, train the critics, and return the kept steps, with advantage 1 on them."""
+        """Store the step's episodes, train the critics, and return the kept steps with advantage 1."""
         with accelerator.autocast():
             found = self._kept_batch(rollouts, step)
         # without advantages from a batch, all sampled tokens get 1; a NaN reward masks them
@@ -448,7 +449,7 @@ def step_threshold(rule: str, steps: int) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"the threshold of a step is {rule!r}; expected 1/H, or a number such as 0.05")
+        raise ValueError(f"the step threshold is {rule!r}; expected 1/H, or a number such as 0.05")
     return value
 
 

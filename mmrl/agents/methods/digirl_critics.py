@@ -38,11 +38,11 @@ class CriticTraining:
     learning_rate: float = bounded(1e-4, above=0)
     """Learning rate of Adam."""
     updates: int = bounded(5, at_least=1)
-    """Optimiser steps of each critic in every step of the run."""
+    """Optimiser steps of each critic per step of the run."""
     batch_steps: int = rare(bounded(128, at_least=1))
-    """Steps that an update draws, with replacement."""
+    """Number of steps drawn per update, with replacement."""
     max_grad_norm: float = rare(bounded(0.01, above=0))
-    """Norm above which gradients are scaled down."""
+    """Maximum gradient norm; larger gradients are scaled down."""
 
 
 @dataclass
@@ -50,11 +50,11 @@ class DigirlCriticConfig(CriticTraining):
     """The critics and their training, with the public code's defaults."""
 
     batch_episodes: int = rare(bounded(256, at_least=1))
-    """Episodes that an update of the instruction critic draws, with replacement."""
+    """Number of episodes drawn per update of the instruction critic, with replacement."""
 
 
 class InstructionCritic(nn.Module):
-    """Probability that an instruction is carried out, by the state of its text: one linear layer."""
+    """Probability that an instruction will be fulfilled, from the state of its text: one linear layer."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class InstructionCritic(nn.Module):
 
 
 class StepCritic(nn.Module):
-    """Probability that an episode succeeds from a state on: the smaller one of two heads."""
+    """Probability that an episode succeeds from a given state: the smaller value of two heads."""
 
     def __init__(self, size: int, hidden: int) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def perceptron(size: int, hidden: int, outputs: int = 2) -> nn.Sequential:
 
 
 ROWS = 16
-"""Episodes that are read together by default; more only cost memory."""
+"""Episodes read together by default; more only cost memory."""
 
 
 @dataclass

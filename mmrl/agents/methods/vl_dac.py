@@ -58,7 +58,7 @@ def paper_model() -> ModelConfig:
 
 
 def paper_trainer() -> TrainerConfig:
-    """A cosine from 5e-5 to 1e-7, two passes over the episodes of a step, and small gradients."""
+    """A cosine schedule from 5e-5 to 1e-7, two passes over the episodes of a step, and a low gradient clip."""
     return TrainerConfig(
         tasks_per_step=16,
         samples_per_task=1,
@@ -82,13 +82,13 @@ class VlDacConfig(AgentConfig):
     conversation: ConversationConfig = field(default_factory=lambda: ConversationConfig(history_images=4))
     """Conversation that the agent reads."""
     sampler: EngineSamplerConfig = field(default_factory=lambda: EngineSamplerConfig(max_new_tokens=1024))
-    """Sampling of a turn; its temperature is also that of scoring."""
+    """Sampling of a turn; the temperature is also used for scoring."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="vl_dac"))
-    """Objective that is optimised; any with a critic."""
+    """Objective to optimise; any objective with a critic."""
     trainer: TrainerConfig = field(default_factory=paper_trainer)
     """Sampling and updates."""
     warmup_updates: int = rare(bounded(2, at_least=0))
-    """Steps at the beginning whose updates train the critic alone."""
+    """Number of initial steps whose updates train only the critic."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -96,17 +96,18 @@ class VlDacConfig(AgentConfig):
         objective = make_objective(self.objective)
         if not objective.needs_values:
             raise ValueError(
-                f"objective.advantage is '{objective.advantage.kind}', which has no critic, but the recipe is "
-                f"{self.recipe}; use gae_turn or gae, or the recipe agent"
+                f"objective.advantage is '{objective.advantage.kind}', which has no critic, but the recipe "
+                f"{self.recipe} needs one; use gae_turn or gae, or recipe: agent"
             )
         if self.sampler.top_k == 1:
             raise ValueError(
-                "sampler.top_k is 1: every answer would be the likeliest one, and nothing would be explored; use 0"
+                "sampler.top_k is 1: every response would be the most likely one, so there would be no exploration; "
+                "use 0"
             )
 
 
 class CriticWarmup(LossTerm):
-    """Leaves out the reference's pass in the `steps` in which the critic is trained alone; adds nothing to the loss."""
+    """Skips the reference pass in the `steps` in which only the critic is trained; adds nothing to the loss."""
 
     name = "critic_warmup"
     gradient = "never"
@@ -120,7 +121,7 @@ class CriticWarmup(LossTerm):
 
 
 class VlDacRecipe(AgentRecipe):
-    """Trains the critic alone for the first steps, then policy and critic."""
+    """Trains only the critic in the first steps, then policy and critic."""
 
     config: VlDacConfig
 

@@ -44,17 +44,17 @@ class ConversationConfig:
     """How an episode is written as a conversation."""
 
     system: str = "You act in an environment. {manual}\nActions:\n{actions}"
-    """System turn; {manual} is replaced by the manual of the action format and {actions} by the environment's actions,
-    a line each. Empty = no system turn."""
+    """System turn. {manual} is replaced by the manual of the action format and {actions} by the environment's actions,
+    one per line. Empty: no system turn."""
     history_images: int = bounded(0, at_least=0)
-    """Number of images to keep: older ones are omitted, their text stays. 0 = all. A window costs time: once it is
-    full, every turn is read from the beginning."""
+    """Number of images to keep; older images are omitted, their text stays. 0 = all. A limit costs time: once it is
+    reached, every turn re-reads the conversation from the beginning."""
     drop_thoughts: bool = False
-    """Whether the thoughts of earlier answers are removed, as the chat templates of thinking models do. Every turn is
-    then read from the beginning."""
+    """Whether to remove the thoughts of earlier responses, as the chat templates of thinking models do. Every turn then
+    re-reads the conversation from the beginning."""
     tools: bool = False
-    """Whether the chat template describes the environment's `tools` to the model, and their results come in the role
-    `tool`, those of one answer together; with `actions.format: tool_call`."""
+    """Whether the chat template describes the environment's `tools` to the model and their results are returned with
+    role `tool`, all results of one response together. Use it with `actions.format: tool_call`."""
 
     def system_text(self, actions: ActionConfig, known: Mapping[str, str]) -> str:
         """The system turn."""
@@ -85,7 +85,7 @@ class Transcript:
     prompt: list[dict[str, Any]]
     """The system turn and the first observation."""
     completion: list[dict[str, Any]]
-    """Answers and further observations in turn, to the one after the last action."""
+    """Responses and later observations alternately, up to the observation after the last action."""
     images: list[NDArray[np.uint8]]
     """(H, W, 3) RGB of all turns, in order."""
 
@@ -138,7 +138,7 @@ class Writer:
         return prompt
 
     def cut(self, conversation: Conversation) -> Prompt | None:
-        """The conversation as one prompt, without the oldest images and earlier thoughts; None if nothing has to go."""
+        """The conversation as one prompt without the oldest images and earlier thoughts; None if nothing is cut."""
         keep = self._config.history_images
         # 0 images to keep means all of them
         excess = max(conversation.num_images - keep, 0) if keep else 0
@@ -207,7 +207,7 @@ class Writer:
         # Tokens are cut off, not encoded again; that is exact only if the tokenizer did not merge across the boundary.
         kept = len(prompt) - len(ids)
         if prompt.input_ids[kept:].tolist() != ids:
-            raise UserError(f"conversation.drop_thoughts: the tokenizer joins {start!r} with the text before it")
+            raise UserError(f"conversation.drop_thoughts: the tokenizer merges {start!r} with the text before it")
         return dataclasses.replace(
             prompt,
             input_ids=prompt.input_ids[:kept],
@@ -270,7 +270,7 @@ class Trajectory:
     """The tokens of one trajectory after its first prompt, in the order in which the model reads them."""
 
     ids: list[int] = field(default_factory=list)
-    """Sampled and given tokens."""
+    """Sampled tokens and given tokens (such as observations)."""
     logp: list[float] = field(default_factory=list)
     """Log-probability in nats of each sampled token; 0 for given ones."""
     turn: list[int] = field(default_factory=list)
@@ -367,7 +367,7 @@ class EpisodeConfig:
     """Limits on the length of episodes."""
 
     max_turns: int = bounded(15, at_least=1)
-    """Turns after which an episode is truncated, unless the environment ended it before."""
+    """Number of turns after which an episode is truncated, unless the environment ends it earlier."""
     success_above: float = rare(0.0)
     """An episode succeeds if the sum of its rewards exceeds this, unless the environment sets info["success"]."""
 
@@ -387,7 +387,7 @@ class Episode:
     anchors: list[int] = field(default_factory=list)
     """The observation before each turn, as `mmrl.agents.rollout.episodes` numbers it."""
     gains: list[float] = field(default_factory=list)
-    """Information gain of each turn but the last, if the objective needs it; see `mmrl.agents.rollout.gains`."""
+    """Information gain of each turn except the last, if the objective needs it; see `mmrl.agents.rollout.gains`."""
     parent: int = -1
     """Index in the group of the episode that it branched from; -1 if it did not branch."""
     shared_turns: int = 0
@@ -395,11 +395,11 @@ class Episode:
     answers: list[str] = field(default_factory=list)
     """The agent's text of each turn."""
     errors: list[str] = field(default_factory=list)
-    """`ParsedAnswer.error` of each answer; empty if it has actions."""
+    """`ParsedAnswer.error` of each response; empty if it has actions."""
     refused: int = 0
     """Actions that the environment could not execute."""
     calls: int = 0
-    """Calls of tools: actions other than saying something."""
+    """Tool calls: actions other than saying something."""
     ending: str = ""
     """Key of `ENDINGS`; empty while it runs."""
     reason: str = ""
@@ -437,15 +437,15 @@ class Episode:
 
 
 NO_RESULT = ("failed", "overflow")
-"""Endings of episodes whose reward does not count."""
+"""Endings of episodes that have no reward."""
 
 ENDINGS: dict[str, str] = {
     "terminated": "The environment ended the episode.",
     "truncated": "The environment's limit or episode.max_turns was reached.",
-    "unreadable": "An answer had no readable action, and actions.on_parse_error is terminate.",
-    "cut": "An answer was cut at the limit of its length, and actions.on_parse_error is terminate.",
-    "failed": "The environment raised, hung, died or returned something malformed: there is no result.",
-    "overflow": "The next observation does not fit into the model's positions: there is no result.",
+    "unreadable": "A response had no readable action, and actions.on_parse_error is terminate.",
+    "cut": "A response was truncated at the length limit, and actions.on_parse_error is terminate.",
+    "failed": "The environment raised, hung, crashed or returned malformed data, so the episode has no result.",
+    "overflow": "The next observation does not fit in the model's context, so the episode has no result.",
 }
 
 
@@ -521,7 +521,7 @@ def _first_prompts(episodes: Sequence[Episode], group: Sequence[int]) -> list[Pr
             found.setdefault(number, episode.prompt)
     missing = sorted(set(group) - found.keys())
     if missing:
-        raise ValueError(f"no episode of the groups {missing} started; leave such groups out.")
+        raise ValueError(f"no episode of the groups {missing} started; remove these groups.")
     return [found[number] for number in range(len(found))]
 
 

@@ -1,4 +1,4 @@
-"""Gains of information: how much each turn of an episode raised the probability of the task's true answer."""
+"""Information gains: how much each turn of an episode raised the probability of the task's true answer."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ Score = Callable[[Rollouts], Tensor]
 
 
 def check_answers(tasks: Sequence[AgentTask], advantage: InformationGain) -> None:
-    """Refuse tasks without a true answer; raises UserError."""
+    """Reject tasks without a true answer; raises UserError."""
     for task in tasks:
         if not isinstance(task.task.get(advantage.entry), str) or not task.task[advantage.entry]:
             raise UserError(
-                f"objective.advantage '{advantage.kind}' scores the true answer of each task, its entry "
-                f"'{advantage.entry}', but {task.id} has {task.task.get(advantage.entry)!r}; expected a text"
+                f"objective.advantage '{advantage.kind}' scores the true answer of each task (entry "
+                f"'{advantage.entry}'), but {task.id} has {task.task.get(advantage.entry)!r} there; expected a text"
             )
 
 
 def add_gains(
     episodes: Sequence[Episode], advantage: InformationGain, policy: VlmPolicy, score: Score, rows: int
 ) -> None:
-    """Set the gains of episodes, from `rows` answers at a time; an answer that does not fit ends one as overflow."""
+    """Set the gains of episodes, `rows` answers at a time; an episode whose answer does not fit ends as overflow."""
     wanted: dict[tuple[int, str], Prompt] = {}
     own: dict[int, list[tuple[int, str]]] = {}
     for number, episode in enumerate(episodes):

@@ -34,7 +34,7 @@ from mmrl.vlm.inference.inference_sampler import EngineSampler
 
 @dataclass(frozen=True)
 class Fork:
-    """The first turns of an episode, which another one repeats before it goes its own way."""
+    """The first turns of an episode, which another episode repeats before it diverges."""
 
     source: Episode
     turns: int
@@ -77,12 +77,12 @@ class _Slot:
 
     @property
     def repeats(self) -> bool:
-        """Whether its next answer is given."""
+        """Whether its next response is given instead of sampled."""
         return self.fork is not None and self.episode.trajectory.turns < self.fork.turns
 
     @property
     def differs(self) -> bool:
-        """Whether a repeated turn went differently than in the source."""
+        """Whether a repeated turn went differently from the source."""
         turns = self.episode.trajectory.turns
         if self.fork is None or turns > self.fork.turns or self.episode.ending == "failed":
             return False
@@ -196,7 +196,7 @@ class EpisodeRunner:
     ) -> Conversation | None:
         """Start the conversation of an episode; None if the episode is already over."""
         if result.failure is not None or result.over:
-            reason = "it is over before it began" if result.failure is None else result.failure.reason
+            reason = "it was over before it began" if result.failure is None else result.failure.reason
             episode.ending = "failed"
             episode.reason = reason
             return None
@@ -280,9 +280,9 @@ class EpisodeRunner:
         for slot in slots.values():
             if slot.differs:
                 raise UserError(
-                    f"{self._pool.factory} does not repeat an episode: with the task, seed and actions of another one, "
-                    f"{slot.episode.task.id} went otherwise by turn {slot.episode.trajectory.turns}. Episodes can only "
-                    "branch where observations and rewards depend on these alone"
+                    f"{self._pool.factory} is not reproducible: with the task, seed and actions of an earlier "
+                    f"episode, {slot.episode.task.id} went differently by turn {slot.episode.trajectory.turns}. "
+                    "Episodes can only branch if observations and rewards depend on nothing else"
                 )
 
     def _note(self, slot: _Slot, answer: _Answer, seconds: float) -> ParsedAnswer:
@@ -411,9 +411,7 @@ class EpisodeRunner:
         # At least one position has to be left for an answer; a restarted conversation begins with all of them.
         if (room - len(part) if cut is None else self._policy.positions - len(cut)) < 1:
             turn = slot.episode.trajectory.turns + 1
-            raise TaskError(
-                "prompt_too_long", slot.episode.task.id, f"turn {turn} does not fit into the model's positions"
-            )
+            raise TaskError("prompt_too_long", slot.episode.task.id, f"turn {turn} does not fit in the model's context")
         return (part, False) if cut is None else (cut, True)
 
     def _room(self, slots: dict[int, _Slot], turns: TurnSampler) -> list[int]:
@@ -425,14 +423,14 @@ def note_overflow(episode: Episode, error: TaskError) -> None:
     """End an episode whose conversation is too long; raises UserError if it cannot be written for another reason."""
     if error.kind != "prompt_too_long":
         raise UserError(
-            f"{error.place}: a turn of the episode cannot be written for the model: {error.message}"
+            f"{error.place}: a turn of the episode cannot be encoded for the model: {error.message}"
         ) from error
     episode.ending = "overflow"
     episode.reason = str(error)
 
 
 def check_dropped(episodes: Sequence[Episode]) -> None:
-    """Refuse a step whose longer episodes were all dropped, so that training would see the short ones alone.
+    """Reject a step whose longer episodes were all dropped, because training would only see the short ones.
 
     Raises:
         UserError: a quarter of the episodes or more overflowed, and none with a result went on for as long.
@@ -444,10 +442,10 @@ def check_dropped(episodes: Sequence[Episode]) -> None:
     if any(episode.has_result and episode.trajectory.turns > turns for episode in episodes):
         return
     raise UserError(
-        f"every episode that went on behind turn {turns} was dropped, {len(dropped)} of {len(episodes)} in this step: "
-        f"{dropped[0].reason}; training would see the shorter ones alone. Shorten observations and answers, keep fewer "
-        "images (conversation.history_images), set episode.max_turns so that all turns fit, or use a model with more "
-        "positions"
+        f"every episode that went beyond turn {turns} was dropped, {len(dropped)} of {len(episodes)} in this step: "
+        f"{dropped[0].reason}; training would only see the shorter ones. Shorten observations and responses, keep "
+        "fewer images (conversation.history_images), set episode.max_turns so that all turns fit, or use a model "
+        "with a longer context"
     )
 
 

@@ -1,4 +1,4 @@
-"""Folders of recorded episodes, of a run or of an expert, as episodes of a policy.
+"""Folders of recorded episodes, from a run or an expert, as episodes of a policy.
 
 Two formats are read, and a folder may hold both:
 
@@ -44,7 +44,7 @@ OLDER_MEDIA = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_g
 """Media entries that older files store separately from the tables."""
 DTYPES = {str(dtype): dtype for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.uint8)}
 FASTEST = 1
-"""Level of zlib; higher ones take several times as long to save a few per cent."""
+"""zlib compression level; higher levels take several times as long to save a few percent."""
 PLAIN = (
     *("anchors", "seconds", "gains", "errors", "refused", "calls", "ending", "reason", "success", "finish"),
     *("added_reward", "terms"),
@@ -177,7 +177,7 @@ def _expanded(record: Record) -> Tensor:
 
 
 def write_recorded(episodes: Sequence[Episode], folder: Path) -> int:
-    """Write the episodes of a model that have a result, one file each; returns how many."""
+    """Write the episodes of a model that have a result, one file each; returns their number."""
     folder.mkdir(parents=True, exist_ok=True)
     valid = [episode for episode in episodes if episode.has_result]
     # appended: a folder may hold episodes of several runs
@@ -202,7 +202,7 @@ class RecordedRow:
 
 @dataclass(frozen=True)
 class RecordedFolder:
-    """The episodes of a folder, read and checked as far as that needs no model."""
+    """The episodes of a folder, read and checked as far as possible without a model."""
 
     folder: Path
     rows: Sequence[RecordedRow]
@@ -214,16 +214,18 @@ class RecordedFolder:
         replayed = [_replayed(row, policy, writer) for row in self.rows]
         for episode in replayed:
             if not episode.has_result:
-                LOGGER.warning("%s: a recorded episode is left out: %s", self.folder, episode.reason)
+                LOGGER.warning("%s: a recorded episode is skipped: %s", self.folder, episode.reason)
         valid = [episode for episode in replayed if episode.has_result]
         valid += [_check_tokenizer(file, episode, policy) for file, episode in self.singles.items()]
         if not valid:
-            raise UserError(f"{self.folder} has no episodes to learn from: none of its {len(replayed)} fits the model")
+            raise UserError(
+                f"{self.folder} has no episodes to learn from: none of its {len(replayed)} episodes fits the model"
+            )
         return valid
 
 
 def read_recorded(folder: Path) -> RecordedFolder:
-    """Read the episodes of a folder; raises UserError for one that is none, and without any."""
+    """Read the episodes of a folder; raises UserError if a file is not an episode or there are none."""
     table = folder / ROWS
     rows = [_row(row, folder) for row in good_rows(str(table))] if table.is_file() else []
     singles = {file: _read_single(file) for file in sorted(folder.glob(SINGLE))}
@@ -237,7 +239,7 @@ def _read_single(file: Path) -> Episode:
     try:
         return restore_episode(torch.load(file, map_location="cpu", weights_only=True))
     except Exception as error:  # a damaged file may raise anything in pickle
-        raise UserError(f"{file} is no recorded episode: {type(error).__name__}: {error}") from error
+        raise UserError(f"{file} is not a recorded episode: {type(error).__name__}: {error}") from error
 
 
 def _check_tokenizer(file: Path, episode: Episode, policy: VlmPolicy) -> Episode:
@@ -251,7 +253,7 @@ def _check_tokenizer(file: Path, episode: Episode, policy: VlmPolicy) -> Episode
         not answer.endswith(text) or answer.removesuffix(text).strip() not in ("", "<think>")
         for answer, text in zip(episode.answers, texts, strict=True)
     ):
-        raise UserError(f"{file} was written with another tokenizer than that of {policy.config.path}")
+        raise UserError(f"{file} was written with a different tokenizer from the one of {policy.config.path}")
     return episode
 
 
@@ -279,7 +281,7 @@ def replay_episode(
             episode.answers.append(answer)
             read += len(ids)
             if read > policy.positions:
-                problem = f"turn {number + 1} does not fit into the {policy.positions} positions of the model"
+                problem = f"turn {number + 1} does not fit in the model's {policy.positions} positions"
                 raise TaskError("prompt_too_long", task.id, problem)
     except TaskError as error:
         note_overflow(episode, error)
@@ -325,7 +327,7 @@ def _rewards(row: DataRow, turns: Sequence[Mapping[str, Any]]) -> list[float]:
             return [float(turn.get("reward", 0.0)) for turn in turns]
         return [0.0] * (len(turns) - 1) + [float(row.cells["reward"])]
     except (KeyError, TypeError, ValueError):
-        raise UserError(f"{row.place}: expected a number as reward, of the row or of its turns") from None
+        raise UserError(f"{row.place}: expected a number as the reward of the row or of each turn") from None
 
 
 def _observation(turn: Mapping[str, Any], folder: Path, row: DataRow) -> Observation:

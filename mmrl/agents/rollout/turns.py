@@ -1,4 +1,4 @@
-"""Sampling the turns of many conversations at once, so that no turn reads its history again.
+"""Sampling the turns of many conversations in one batch, so that no turn re-reads its history.
 
 A turn appends to the keys and values of its row: what the row was given since the last turn passes the vision tower and
 the language model once, and the sampled tokens stay as the decoder leaves them. Nothing is ever dropped from the
@@ -24,7 +24,7 @@ from mmrl.vlm.engine.vlm_sampler import GenerationState, SamplerConfig, Samples,
 from mmrl.vlm.inference.inference_sampler import EngineSampler
 
 GROWTH = 1.5
-"""Factor by which the tables grow where they are too small."""
+"""Factor by which the tables grow if they are too small."""
 
 
 class Histories:

@@ -1,1 +1,1 @@
-"""Grid worlds and their tiny models."""
+"""Grid environments and tiny models for them."""

@@ -1,4 +1,4 @@
-"""A grid that the agent sees as an image: walk to the goal, with walls in between and a key to fetch first.
+"""A grid that the agent sees as an image: walk to the goal around walls, possibly after fetching a key.
 
 The reward is 1 at the goal and 0 before. The image shows the whole state: the agent as a blue disc, the goal as a green
 square, walls dark, the key as a yellow diamond, and once the agent has it a yellow dot on the disc. A cell of 28 pixels
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 TRIES = 5000
-"""Layouts that are drawn before the rules count as impossible."""
+"""Number of layouts to draw before the rules are considered impossible."""
 
 
 class Cell(NamedTuple):
@@ -284,17 +284,17 @@ class GridWorld(gymnasium.Env[dict[str, Any], Any]):
 
     def _find_wind(self, name: object) -> float:
         if self._winds and name not in self._winds:
-            raise UserError(f"winds has none for the task {name!r}; tasks of this grid: {', '.join(self._winds)}")
+            raise UserError(f"winds has no entry for the task {name!r}; tasks of this grid: {', '.join(self._winds)}")
         return self._winds.get(str(name), 0.0)
 
     def _draw_layout(self, generator: np.random.Generator) -> GridLayout:
         layout = draw_layout(self._rules, generator)
         if layout is None:
             raise UserError(
-                f"no grid of {self._rules.size} x {self._rules.size} cells with {self._rules.walls} walls"
-                f"{' and a key' if self._rules.key else ''} was found whose shortest path takes "
+                f"no grid of {self._rules.size} x {self._rules.size} cells with {self._rules.walls} "
+                f"walls{' and a key' if self._rules.key else ''} was found with a shortest path of "
                 f"{self._rules.min_distance} to {self._rules.max_distance or 'any number of'} moves; allow shorter "
-                "paths (min_distance), or make it larger (size)"
+                "paths (min_distance), or use a larger grid (size)"
             )
         return layout
 
@@ -306,16 +306,21 @@ def _text_space(length: int) -> Text:
 
 def _check(size: int, cell: int, walls: int, max_steps: int, winds: Mapping[str, float], text: bool) -> None:
     if size < 2 or cell < 4 or size * cell > LARGEST_SIDE:
-        raise UserError(f"a grid of {size} cells of {cell} pixels; at least 2 of 4, at most {LARGEST_SIDE} in all")
+        raise UserError(
+            f"a grid of {size} cells of {cell} pixels is not possible; use at least 2 cells of 4 pixels, at most "
+            f"{LARGEST_SIDE} pixels in all"
+        )
     if text and size > len(LETTERS):
-        raise UserError(f"a grid of {size} cells in words; at most {len(LETTERS)}, a letter for each row")
+        raise UserError(
+            f"a grid described in words has at most {len(LETTERS)} cells per side (one letter per row), not {size}"
+        )
     if not 0 <= walls <= size**2 - 3:
         raise UserError(f"walls is {walls}; a grid of {size} x {size} has room for 0 to {size**2 - 3}")
     if max_steps < 1:
         raise UserError(f"max_steps is {max_steps}; must be at least 1")
     for name, share in winds.items():
         if not 0 <= share <= 1:
-            raise UserError(f"winds.{name} is {share}; expected a share of the moves between 0 and 1")
+            raise UserError(f"winds.{name} is {share}; expected a fraction of the moves between 0 and 1")
 
 
 gymnasium.register("mmrl/GridWorld-v0", entry_point="mmrl.agents.toy.grid:GridWorld")

@@ -1,4 +1,4 @@
-"""A dialogue about a price, in which each turn needs a strategy that fits the seller: text alone.
+"""A dialogue about a price, in which each turn needs a strategy that suits the seller. Text only.
 
 A proud seller leaves after a second firm word and gives way to warm ones; a tired one gives way to firm words alone.
 The first line shows which seller it is. The agent writes the strategy, `reply` turns it into a line, and `is_critical`
@@ -22,7 +22,7 @@ PRICE, STEP, ROUNDS = 80, 20, 4
 
 
 class Seller:
-    """The partner of the dialogue; the reward at the end is the share of the price that was saved."""
+    """The partner of the dialogue; the reward at the end is the fraction of the price that was saved."""
 
     def reset(self, task: Mapping[str, Any], seed: int) -> str:
         """Ask for the price."""
@@ -44,11 +44,11 @@ class Seller:
         return f"{MOODS[self.mood]} {self.price}?", 0.0, self.rounds == ROUNDS
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 def reply(seen: str, strategy: str) -> str:
-    """The actor: a line that follows the strategy, or a word that says nothing."""
+    """The actor: a line that follows the strategy, or a meaningless word."""
     return LINES.get(strategy.strip(), "Well.")
 
 
@@ -76,7 +76,7 @@ def seller_turn(*, messages: Sequence[Mapping[str, str]], seed: int, **about: An
 
 
 def saved_share(*, messages: Sequence[Mapping[str, str]], seed: int, **about: Any) -> float:
-    """Score of a dialogue with the seller: the share of the price that was saved, 0 before the sale."""
+    """Score of a dialogue with the seller: the fraction of the price that was saved, 0 before the sale."""
     return _sell(messages, seed)[1]
 
 
@@ -84,7 +84,7 @@ BEATS = {("firm", "warm"), ("warm", "quick"), ("quick", "firm")}
 
 
 def stance_payoff(first: str, second: str) -> float:
-    """Payoff of a game of stances, firm before warm before quick before firm; a word that is none loses to all."""
+    """Payoff of a game of stances, firm before warm before quick before firm; any other word loses to all."""
     pair = tuple(next((name for name in LINES if name in text), "") for text in (first, second))
     if not all(pair):
         return float(bool(pair[0])) - float(bool(pair[1]))
@@ -92,7 +92,7 @@ def stance_payoff(first: str, second: str) -> float:
 
 
 class Haggle(StrategyEnvironment):
-    """The dialogue, with an expert for a start by cloning."""
+    """The dialogue, with an expert for a warm start by cloning."""
 
     actions = tuple(LINES)
 
@@ -100,7 +100,7 @@ class Haggle(StrategyEnvironment):
         super().__init__(f"{__name__}:Seller", f"{__name__}:reply", f"{__name__}:is_critical")
 
     def expert(self) -> Action:
-        """An offer that fits the seller, until nothing is left to gain or one round is left."""
+        """An offer that suits the seller, until nothing more can be gained or one round is left."""
         seller: Seller = self._env
         good = {"proud": "warm", "tired": "firm"}[seller.mood]
         strategy = "quick" if seller.price == STEP or seller.rounds == ROUNDS - 1 else good

@@ -98,7 +98,7 @@ PAPERS = (
         ("accelerated_po", "apo"),
         code="mmrl.contrib.language.online_preference:OnlineSettings",
         source="arXiv 2410.06293",
-        page="methods.md#pairs-of-sampled-answers",
+        page="objectives.md#online-dpo-and-nash-methods",
         lacking="extrapolated log-probabilities (`online.extrapolation` moves the weights instead), and golden numbers",
     ),
     Paper(
@@ -107,7 +107,7 @@ PAPERS = (
         ("critique in the loop",),
         code="mmrl.contrib.language.critique_loops:build_refinements",
         source="arXiv 2411.16579",
-        page="critics.md#critics-that-make-their-own-data",
+        page="objectives.md#critics-self-generated-data-automathcritique-spc",
         lacking="critiques by stronger models, critiques of single steps, and the second filter",
     ),
     Paper(
@@ -116,7 +116,7 @@ PAPERS = (
         ("directional preference alignment",),
         code="mmrl.contrib.language.directions:build_directed",
         source="arXiv 2402.18571",
-        page="text.md#weights-in-the-prompt",
+        page="text.md#reward-weights-in-the-prompt",
     ),
     Paper(
         "LSPO",
@@ -132,7 +132,7 @@ PAPERS = (
         ("spc",),
         ("self-play critic",),
         code="mmrl.contrib.language.critique_loops:build_game",
-        page="critics.md#critics-that-make-their-own-data",
+        page="objectives.md#critics-self-generated-data-automathcritique-spc",
         lacking="false steps hidden inside a solution: whole answers are altered",
     ),
 )

@@ -150,7 +150,7 @@ class KeepPrefill(Enum):
 
 
 class KeptPrefill:
-    """The prefixes that sampling kept, by prompt, until the weights change; see `docs/how_it_works/kept_prefill.md`.
+    """The prefixes that sampling kept, by prompt, until the weights change; see `docs/internals/how_it_works.md`.
 
     A prefix with history serves one pass with gradient and is then dropped, because backward can run through a graph
     only once. `weights` returns a value that changes with the weights; it is called only if a prefix may be used.
@@ -238,7 +238,7 @@ class PrefixStore:
 
     Inside `open`, the micro-batches of a group read one prefix. With gradient they read it as leaves: their backward
     passes end there, and one backward pass through the prompts follows the last micro-batch. See the diagram in
-    `docs/how_it_works/prefix_scope.md`.
+    `docs/internals/how_it_works.md`.
     """
 
     def __init__(self, policy: Any) -> None:

@@ -87,9 +87,10 @@ class Flow3dEvaluationConfig:
         """Check the fields; raises ValueError or UserError."""
         check_fields(self)
         if not self.eval_data:
-            raise ValueError("eval_data is empty; name a set of episodes: eval_data: {seen: {arms: [panda]}}")
+            raise ValueError("eval_data is empty; add a set of episodes, such as eval_data: {seen: {arms: [panda]}}")
         if not self.model.path:
-            raise ValueError("model.path names no world model; use the folder of a run, or truth for the true flow")
+            raise ValueError(
+                "model.path is empty; set it to a world model or run folder, or to truth for the true flow")
         for part in parts_of(self):
             if hasattr(part, "validate"):
                 part.validate()
@@ -167,7 +168,7 @@ def model_folder(path: str) -> Path | None:
         return None
     folder = expanded(path)
     if not folder.is_dir():
-        raise UserError(f"model.path {path!r} is no folder; train a world model first, or use {TRUTH}")
+        raise UserError(f"model.path {path!r} is not a folder; train a world model first, or use {TRUTH}")
     if is_run(folder):
         checkpoint = chosen_checkpoint(folder)
         # averaged weights, if the run kept them

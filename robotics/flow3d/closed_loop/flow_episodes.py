@@ -56,9 +56,9 @@ class FlowEpisodesConfig:
     first: int = rare(bounded(0, at_least=0))
     """Number of the first layout."""
     layouts: str = choice("held_out", SPLITS)
-    """Positions of objects: those of training data, or those held out."""
+    """Positions of objects: as in the training data, or held-out ones."""
     objects: str = choice("train", SPLITS)
-    """Shapes and colours of the moved object: those of training data, or those held out."""
+    """Shapes and colours of the moved object: as in the training data, or held-out ones."""
     background: str = choice("train", SPLITS)
     """Table tops and floors."""
     image_size: int = rare(bounded(128, at_least=16))
@@ -73,10 +73,10 @@ class FlowEpisodesConfig:
     def validate(self) -> None:
         """Raise ValueError if there is no arm or two have the same name."""
         if not self.arms:
-            raise ValueError(f"arms are none; there are {', '.join(FLOW_ARMS)}")
+            raise ValueError(f"arms is empty; available: {', '.join(FLOW_ARMS)}")
         names = [SceneConfig(actor=arm).actor_name for arm in self.arms]
         if len(set(names)) < len(names):
-            raise ValueError(f"arms are [{', '.join(self.arms)}], whose names are {', '.join(names)}; name each once")
+            raise ValueError(f"arms is [{', '.join(self.arms)}], with the names {', '.join(names)}; list each arm once")
 
 
 def list_episodes(config: FlowEpisodesConfig) -> list[FlowEpisode]:
@@ -123,7 +123,7 @@ class LoopConfig:
     def validate(self) -> None:
         """Raise ValueError if there is no proposer."""
         if not self.grasps:
-            raise ValueError(f"grasps has nothing; there are {', '.join(PROPOSERS)}")
+            raise ValueError(f"grasps is empty; available: {', '.join(PROPOSERS)}")
 
 
 def verifier_in(config: VerifierConfig, opened: Verifier | None, robot: FlowTabletop) -> Verifier | None:

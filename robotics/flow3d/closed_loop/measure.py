@@ -1,4 +1,4 @@
-"""Metrics of closed-loop episodes: success by task, arm and held-out property, errors of the flow, the verifier."""
+"""Metrics of closed-loop episodes: success by task, arm and held-out property, flow errors, and verifier accuracy."""
 
 from __future__ import annotations
 
@@ -238,7 +238,7 @@ def _ending(row: Row) -> str:
 
 
 def swap_metrics(rows: Sequence[Row]) -> dict[str, float]:
-    """Fraction of the other instructions whose goal the object then reaches, with its interval.
+    """Fraction of the alternative instructions whose goal the object then reaches, with its interval.
 
     The answers of a row are not independent, so each row counts once.
     """

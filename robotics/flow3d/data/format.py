@@ -1,4 +1,4 @@
-"""Clips as rows of a table, their counts, and the description of a data set.
+"""Clips as rows of a table, their counts, and the description of a dataset.
 
 | column | type | meaning |
 |---|---|---|
@@ -75,7 +75,7 @@ def depth_unit(depth_m: DepthArray, finest_m: float) -> float:
         for factor in (1, 2, 5):
             if greatest <= LARGEST_CODE * finest_m * factor * 10**power:
                 return finest_m * factor * 10**power
-    raise UserError(f"depth_m goes up to {greatest:g}; no such camera: it must be in metres")
+    raise UserError(f"depth_m goes up to {greatest:g}, which is not plausible; it must be in metres")
 
 
 def row_of(clip: FlowClip, split: str, finest_unit_m: float) -> dict[str, Any]:
@@ -88,7 +88,7 @@ def row_of(clip: FlowClip, split: str, finest_unit_m: float) -> dict[str, Any]:
     try:
         quality, meta = json.dumps(clip.quality), json.dumps(clip.meta)
     except (TypeError, ValueError) as error:
-        raise UserError(f"quality and meta of a clip must be what JSON can hold: {error}") from None
+        raise UserError(f"quality and meta of a clip must be JSON-serialisable: {error}") from None
     return {
         "split": split,
         "source": clip.source,
@@ -119,7 +119,7 @@ def clip_of(row: Mapping[str, Any]) -> FlowClip:
             raise UserError(f"it has no {what}: {name} is {cell}; {length} finite numbers are needed to lift points")
     unit = float(row["depth_unit_m"])
     if not 0 < unit < math.inf:
-        raise UserError(f"depth_unit_m is {unit}; must be the metres of one unit of depth")
+        raise UserError(f"depth_unit_m is {unit}; must be the size of one depth unit in metres")
     points = np.asarray(row["points"], dtype=np.float64)
     # the schema stores flat lists, so N follows from their length
     grid = math.isqrt(len(points) // 3)
@@ -276,7 +276,7 @@ def _bins(lengths_m: Any) -> Counter[int]:
 
 @dataclass
 class DatasetInfo:
-    """Shape, statistics and shards of a data set."""
+    """Shape, statistics and shards of a dataset."""
 
     num_frames: int
     """T, frames of a flow."""
@@ -308,7 +308,7 @@ class DatasetInfo:
         """
         low, high = (quantile_of(self.tally.depth_mm, share) for share in (0.01, 0.99))
         if low is None or high is None:
-            raise UserError("the data set has no clips; the range of their depths is not known")
+            raise UserError("the dataset has no clips, so their depth range is unknown")
         # A millimetre each way: all points may lie in one bin.
         known = {"num_frames": self.num_frames, "grid": self.grid, "z_min_m": low - 1e-3, "z_max_m": high + 1e-3}
         return FlowEncoding(**(known | fields))
@@ -319,8 +319,8 @@ class DatasetInfo:
             have, want = getattr(self, name), getattr(encoding, name)
             if have != want:
                 raise UserError(
-                    f"{where} has flows with {name}={have}, the model's encoding has {name}={want}; extract the clips "
-                    f"again with {name}={want}, or build a model with {name}={have}"
+                    f"{where} has flows with {name}={have}, the model's encoding has {name}={want}; re-extract the "
+                    f"clips with {name}={want}, or build a model with {name}={have}"
                 )
 
     def write(self, folder: Path) -> None:
@@ -349,8 +349,8 @@ class DatasetInfo:
         content = read_json_object(path)
         if content.get("format") != FORMAT or content.get("version") != VERSION:
             raise UserError(
-                f"{path} has format {content.get('format')!r}, version {content.get('version')!r}; "
-                f"this reads format {FORMAT!r}, version {VERSION}"
+                f"{path} has format {content.get('format')!r}, version {content.get('version')!r}; this version of "
+                f"the suite reads format {FORMAT!r}, version {VERSION}"
             )
         with named_errors(str(path)):
             shards = {str(name): int(clips) for name, clips in content["shards"].items()}
@@ -370,9 +370,9 @@ def dataset_card(info: DatasetInfo) -> str:
     lines = [
         f"# {plain(info.title)}",
         "",
-        f"{info.clips} clips of 3D flow: a first image with depth, camera and instruction, {info.grid} x {info.grid} "
-        f"points of the object in it, and where these points are in each of {info.num_frames} future frames. No clip "
-        "has robot actions.",
+        f"{info.clips} clips of 3D flow. Each has a first image with depth, camera and instruction, {info.grid} x "
+        f"{info.grid} points of the object in it, and the positions of these points in each of {info.num_frames} "
+        "future frames. No clip has robot actions.",
         "",
         *_table("split", splits),
         *_table("source", tally.count_by("source")),

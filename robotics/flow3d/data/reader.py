@@ -58,7 +58,7 @@ class FlowReader(Sequence[FlowClip]):
     ) -> None:
         self.folder = expanded(Path(folder))
         self.info = DatasetInfo.read(self.folder)
-        """The data set's description, with counts over all its clips."""
+        """The dataset's description, with counts over all its clips."""
         if encoding is not None:
             self.info.check_encoding(encoding, str(self.folder))
         self._shards = self._find_shards()
@@ -124,7 +124,7 @@ class FlowReader(Sequence[FlowClip]):
         found = [path for _, _, path in numbered(self.folder, SHARD)]
         missing = [name for name in self.info.shards if self.folder / name not in found]
         if missing:
-            raise UserError(f"{self.folder} lacks the shard {missing[0]} that info.json names ({len(missing)} missing)")
+            raise UserError(f"{self.folder} lacks the shard {missing[0]} listed in info.json ({len(missing)} missing)")
         return found
 
     def _check_wanted(self) -> None:
@@ -167,7 +167,7 @@ class FlowReader(Sequence[FlowClip]):
             raise UserError(f"a clip of the shard {path} cannot be used: {error}") from error
         if clip.flow.shape[:2] != (self.info.num_frames, self.info.grid):
             raise UserError(
-                f"a clip of the shard {path} has T={len(clip.flow)} and N={clip.flow.shape[1]}; info.json says "
+                f"a clip of the shard {path} has T={len(clip.flow)} and N={clip.flow.shape[1]}; info.json has "
                 f"T={self.info.num_frames} and N={self.info.grid}"
             )
         return clip

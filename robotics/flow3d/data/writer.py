@@ -115,7 +115,7 @@ class ShardSettings:
     clips_per_shard: int = bounded(256, at_least=1)
     """Number of clips per shard; the last one may have fewer."""
     clips_per_group: int = bounded(16, at_least=1)
-    """Number of clips that are read together; with fewer, access to single clips is faster."""
+    """Number of clips that are read together; smaller groups make access to single clips faster."""
     depth_unit_m: float = bounded(1e-4, above=0)
     """Finest unit of depth; a clip with depths above 65535 units gets a coarser one."""
 
@@ -208,7 +208,7 @@ class FlowWriter:
             ValueError: the writer is closed.
         """
         if self._closed:
-            raise ValueError(f"the writer of {self.folder} is closed; a new one on the folder appends")
+            raise ValueError(f"the writer of {self.folder} is closed; create a new one to append clips")
         shape = (self.info.num_frames, self.info.grid, self.info.grid, 4)
         if clip.flow.shape != shape:
             raise UserError(f"the clip's flow has the shape {clip.flow.shape}; {self.folder} has flows of {shape}")
@@ -246,11 +246,11 @@ class FlowWriter:
             if (there.num_frames, there.grid) != (num_frames, grid):
                 raise UserError(
                     f"{self.folder} has clips of T={there.num_frames} and N={there.grid}, not T={num_frames} and "
-                    f"N={grid}; write these to another folder"
+                    f"N={grid}; write the new clips to another folder"
                 )
             return DatasetInfo(num_frames, grid, there.title if title is None else title)
         if self.folder.exists() and (not self.folder.is_dir() or any(self.folder.iterdir())):
-            raise UserError(f"{self.folder} is not empty and has no {INFO}; give a new folder or one of this format")
+            raise UserError(f"{self.folder} is not empty and has no {INFO}; use a new folder or one in this format")
         return DatasetInfo(num_frames, grid) if title is None else DatasetInfo(num_frames, grid, title)
 
     def _count(self, split: str, number: int, path: Path, tally: ClipTally) -> None:

@@ -68,7 +68,7 @@ def build_from_folder(
     """
     found = sorted(one.parent for one in expanded(Path(videos)).glob("*/camera.json"))
     if not found:
-        raise UserError(f"{videos} has no folder with a camera.json in it; see the docstring of read_rgbd_folder")
+        raise UserError(f"no folder in {videos} contains a camera.json; see the docstring of read_rgbd_folder")
     chosen = _extractor(FlowEncoding(num_frames=num_frames, grid=grid), begin, extractor, extractor_options)
     read = [partial(read_rgbd_folder, one) for one in found]
     return write_clips(path, _split(read, held_out_share), chosen, title or f"3D flow of {Path(videos).name}")
@@ -130,7 +130,7 @@ def write_clips(
     from PIL import Image
 
     if expanded(Path(path)).exists():
-        raise UserError(f"{path} exists already; name another folder or remove it")
+        raise UserError(f"{path} already exists; choose another folder or remove it")
     refused: Counter[str] = Counter()
     numbers: dict[str, list[int]] = {}
     form = extractor.encoding
@@ -155,10 +155,10 @@ def write_clips(
                     strips.mkdir(exist_ok=True)
                     Image.fromarray(flow_strip(clip)).save(strips / f"{count - 1:03d}.png")
         if not count:
-            raise UserError(f"none of {total} videos gives a clip: {dict(refused)}; see extract.REASONS")
+            raise UserError(f"none of the {total} videos gives a clip: {dict(refused)}; see extract.REASONS")
         report = {"videos": total, "clips": count, "left_out": dict(refused), "numbers": numbers}
         write_json(report, draft / "extraction.json")
-    LOGGER.info("%d clips of %d videos; left out: %s", count, total, dict(refused) or "none")
+    LOGGER.info("%d clips from %d videos; rejected: %s", count, total, dict(refused) or "none")
     return Path(path)
 
 
@@ -169,7 +169,7 @@ def _extractor(encoding: FlowEncoding, begin: str, function: str, options: Mappi
             raise UserError(f"extractor {function} returned a {type(made).__name__}; expected a FlowExtractor")
         return made
     if options:
-        raise UserError("extractor_options needs extractor, the module:function that they are passed to")
+        raise UserError("extractor_options needs extractor=module:function, to which the options are passed")
     return FlowExtractor(encoding, begin=begin)
 
 

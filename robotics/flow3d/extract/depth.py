@@ -99,7 +99,7 @@ class ModelDepth:
     """
 
     model: str
-    """Folder or hub id that `AutoModelForDepthEstimation` loads."""
+    """Folder or Hub id that `AutoModelForDepthEstimation` can load."""
     scale: float = bounded(1.0, above=0)
     """Factor on the estimated metres."""
     device: str = "cpu"
@@ -136,7 +136,7 @@ class ModelDepth:
             raise UserError(f"depth model {self.model} cannot be loaded: {' '.join(str(error).split())}") from error
         if getattr(model.config, "depth_estimation_type", "metric") != "metric":
             raise UserError(
-                f"{self.model} estimates relative depth, which cannot be lifted; use a metric model, such as the "
-                "-Metric- models of Depth Anything V2"
+                f"{self.model} estimates relative depth, which cannot be lifted to 3D; use a metric model, such as "
+                "the -Metric- models of Depth Anything V2"
             )
         return processor, model

@@ -35,11 +35,11 @@ class RevealedDepth:
     """Detects the object that leaves its position."""
 
     threshold_m: float | None = bounded(None, above=0)
-    """Minimum growth of depth; None = 4 mm, or three deviations of a difference if that is more."""
+    """Minimum growth of depth; None = 4 mm, or three standard deviations of a difference if that is more."""
     early_frame: int = bounded(5, at_least=1)
     """Pixels whose depth has grown by this frame moved too early to be the object."""
     least_frames: int = bounded(3, at_least=1)
-    """Minimum number of frames in which depth has grown; in the others a hand may be where the object was."""
+    """Minimum number of frames in which depth has grown; in the other frames a hand may be where the object was."""
     min_pixels: int = bounded(9, at_least=1)
     """Minimum number of pixels of an object."""
 
@@ -201,7 +201,7 @@ class FlowExtractor:
         # the limit is for an image of 256 pixels, as in the public code
         if most is not None and moved is not None and moved > most * video.size_px[0] / PUBLIC_SIDE_PX:
             raise RejectedVideo(
-                "moving_camera", f"the background moves by {moved:.1f} px; give T_world_cams, one pose a frame"
+                "moving_camera", f"the background moves by {moved:.1f} px; pass T_world_cams, one pose per frame"
             )
         return video
 

@@ -29,9 +29,9 @@ class GroundedMask:
     """Detects the object that words describe in the first frame, whether it moves or not."""
 
     detector: str
-    """Folder or hub id of a Grounding DINO, or another that `AutoModelForZeroShotObjectDetection` loads."""
+    """Folder or Hub id of a Grounding DINO, or of another model that `AutoModelForZeroShotObjectDetection` can load."""
     segmenter: str
-    """Folder or hub id of a SAM 2."""
+    """Folder or Hub id of a SAM 2 model."""
     words: str = ""
     """Phrases such as "robot gripper. hand."; empty = each video's instruction."""
     all_boxes: bool = False
@@ -87,7 +87,7 @@ class SegmentedBox:
     inner: Detector
     """Finds the box."""
     segmenter: str
-    """Folder or hub id of a SAM 2."""
+    """Folder or Hub id of a SAM 2 model."""
     device: str = "cpu"
     """Torch device."""
 

@@ -44,7 +44,7 @@ object about its axis; in these directions the pose stays as it is. The second o
 MIN_SURFACE_POINTS = 12
 """With fewer visible points the pose stays as it is."""
 DAMPING = 1e-6
-"""Damping of the normal equations, as a share of their largest entry."""
+"""Damping of the normal equations, as a fraction of their largest entry."""
 SIGMA_PX = 0.5
 """Standard deviation of optical flow."""
 SMOOTH_M = 0.002
@@ -240,9 +240,11 @@ class RigidChain:
     """Tracks a rigid object in RGB-D video."""
 
     agree_m: float | None = bounded(None, above=0)
-    """Maximum depth difference of a visible point; None = 8 mm, or three deviations of the noise if that is more."""
+    """Maximum depth difference of a visible point; None = 8 mm, or three standard deviations of the noise if that is
+    more."""
     inlier_m: float | None = bounded(None, above=0)
-    """Maximum distance of a point that fits a motion; None = 6 mm, or three deviations of the noise if that is more."""
+    """Maximum distance of a point that fits a motion; None = 6 mm, or three standard deviations of the noise if that is
+    more."""
     iterations: int = bounded(60, at_least=1)
     """Number of triples that RANSAC tries."""
     most_points: int = bounded(400, at_least=4)
@@ -381,7 +383,7 @@ def _model(mask: BoolArray, depth_m: DepthArray, most: int) -> FloatArray:
     # pixels without a depth cannot be lifted
     rows, columns = np.nonzero(mask & np.isfinite(depth_m))
     if len(rows) < MIN_POINTS:
-        raise RejectedVideo("holed_depth", f"{len(rows)} pixels of the object have a depth")
+        raise RejectedVideo("holed_depth", f"only {len(rows)} pixels of the object have a depth")
     # every n-th pixel in scan order: spread over the whole mask, and the same on each run
     chosen = np.unique(np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(int))
     rows, columns = rows[chosen], columns[chosen]

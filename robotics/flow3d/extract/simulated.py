@@ -21,7 +21,7 @@ class SimSegmentation:
         """Mask the object; see `Detector`."""
         mask = _truth(video).masks[0]
         if not mask.any():
-            raise RejectedVideo("no_moving_object", "the simulator drew no pixel of it in the first frame")
+            raise RejectedVideo("no_moving_object", "the object is not visible in the simulator's first frame")
         return mask
 
 
@@ -65,7 +65,7 @@ def rigid_tracks(
 def _truth(video: RgbdVideo) -> VideoTruth:
     if video.truth is None:
         raise UserError(
-            f"the video {video.source or '(no source)'} has no truth of a simulator; use the detector RevealedDepth "
-            "and the tracker RigidChain"
+            f"the video {video.source or '(no source)'} has no ground truth from a simulator; use the detector "
+            "RevealedDepth and the tracker RigidChain"
         )
     return video.truth

@@ -56,7 +56,8 @@ def read_rgbd_folder(folder: str | os.PathLike[str]) -> RgbdVideo:
         unit = None if camera.get("depth_unit_m") is None else float(camera["depth_unit_m"])
         rgb, depth_m = _colors(place), _depths(place, unit)
         if depth_m is not None and len(depth_m) != len(rgb):
-            raise UserError(f"{place} has {len(rgb)} colour frames and {len(depth_m)} of depth; they must match")
+            raise UserError(
+                f"{place} has {len(rgb)} colour frames and {len(depth_m)} depth frames; the numbers must match")
         T_world_cam = np.asarray(camera.get("T_world_cam", np.eye(4)), dtype=np.float64)
         return RgbdVideo(
             rgb=rgb,
@@ -92,7 +93,8 @@ def _depths(place: Path, unit_m: float | None) -> DepthArray | None:
     if archive.is_file():
         with np.load(archive, allow_pickle=False) as content:
             if len(content.files) != 1:
-                raise UserError(f"{archive} holds {', '.join(content.files)}; must be one array (L, H, W)")
+                raise UserError(
+                    f"{archive} contains {', '.join(content.files)}; it must contain a single array (L, H, W)")
             return depth_of(content[content.files[0]], unit_m, str(archive))
     return np.stack([_depth(path, unit_m) for path in images]) if images else None
 
@@ -112,10 +114,10 @@ def depth_of(pixels: NDArray[Any], unit_m: float | None, where: str) -> DepthArr
         return pixels.astype(np.float32)
     # 8 bits over 1.5 m would be steps of 6 mm
     if pixels.dtype.itemsize < 2:
-        raise UserError(f"{where} is {pixels.dtype}; depth must have 16 bits or be metres")
+        raise UserError(f"{where} is {pixels.dtype}; depth must be 16-bit integers or metres")
     # no default for files: millimetres and tenths of them are both common
     if not unit_m:
-        raise UserError(f'{where} holds integers, but "depth_unit_m", such as 0.001, is not given')
+        raise UserError(f'{where} contains integers, but "depth_unit_m" (such as 0.001) is missing')
     return (pixels * unit_m).astype(np.float32)
 
 
@@ -134,7 +136,7 @@ def _image(path: Path) -> Any:
 def _depth(path: Path, unit_m: float | None) -> DepthArray:
     pixels = np.load(path, allow_pickle=False) if path.suffix == ".npy" else np.asarray(_image(path))
     if pixels.ndim != 2:
-        raise UserError(f"{path} is {pixels.dtype} {pixels.shape}; depth must be a 16-bit image of one channel")
+        raise UserError(f"{path} is {pixels.dtype} {pixels.shape}; depth must be a single-channel 16-bit image")
     return depth_of(pixels, unit_m, str(path))
 
 
@@ -173,11 +175,11 @@ class LeRobotVideos(Sequence[RgbdVideo]):
         T_world_cam: ArrayLike | None = None,
     ) -> None:
         if K is None:
-            raise RejectedVideo("no_intrinsics", "a LeRobotDataset does not store them; give K, 3 x 3 in pixels")
+            raise RejectedVideo("no_intrinsics", "a LeRobotDataset does not store intrinsics; pass K, 3 x 3 in pixels")
         self._reader = LeRobotReader(dataset)
         if camera not in self._reader.cameras:
             known = ", ".join(self._reader.cameras) or "none"
-            raise UserError(f"no camera {camera!r}; {dataset} has {known}")
+            raise UserError(f"unknown camera {camera!r}; {dataset} has {known}")
         self._camera = camera
         self._unit_m = depth_unit_m
         self._K = np.asarray(K, dtype=np.float64)
@@ -216,10 +218,10 @@ class LeRobotVideos(Sequence[RgbdVideo]):
         features: dict[str, Any] = self._reader.info["features"]
         found = [key for key in features if name in (key, camera_name(key))]
         if not found:
-            raise UserError(f"no depth {name!r}; {self._reader.folder} has {', '.join(features)}")
+            raise UserError(f"unknown depth camera {name!r}; {self._reader.folder} has {', '.join(features)}")
         if features[found[0]]["dtype"] == "video" and not is_depth(features[found[0]]):
             raise UserError(
-                f"{found[0]} is stored as video, whose 8 bits are too few; store it as 16-bit images or as numbers"
+                f"{found[0]} is stored as 8-bit video, which is too coarse; store depth as 16-bit images or as numbers"
             )
         return found[0]
 

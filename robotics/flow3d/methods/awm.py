@@ -64,15 +64,16 @@ def _trainer() -> TrainerConfig:
 
 @dataclass
 class SavedModelConfig:
-    """The model that is fine-tuned."""
+    """The model to fine-tune."""
 
     path: str = ""
     """Folder of a saved world model, or of a run (its best checkpoint); a rectified flow."""
 
     def validate(self) -> None:
-        """Refuse an empty path; raises ValueError."""
+        """Reject an empty path; raises ValueError."""
         if not self.path:
-            raise ValueError("model.path is empty; name the folder of a world model, such as a run's checkpoint holds")
+            raise ValueError(
+                "model.path is empty; set it to the folder of a world model, for example from a run's checkpoint")
 
 
 @dataclass
@@ -88,7 +89,8 @@ class Flow3dAwmConfig(RunConfig):
     verifiers: list[WeightedVerifierConfig] = field(default_factory=lambda: [WeightedVerifierConfig()])
     """Verifiers; the reward of a sample is the weighted sum of their values."""
     heldout_verifiers: list[WeightedVerifierConfig] = field(default_factory=list)
-    """Further verifiers without an effect on training, which reveal a model that only exploits the others."""
+    """Additional verifiers that do not affect training; they reveal a model that only exploits the training
+    verifiers."""
     shuffle_verdicts: bool = False
     """Control: permute the rewards among the samples of each scene."""
     exploration: ExplorationConfig = field(default_factory=ExplorationConfig)
@@ -100,7 +102,7 @@ class Flow3dAwmConfig(RunConfig):
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="awm"))
     """Advantage, clipping and the weight of the distance to the reference."""
     eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)
-    """Moving average that evaluations use and exports hold."""
+    """Moving average used for evaluation and export."""
     trainer: TrainerConfig = field(default_factory=_trainer)
     """Batch sizes, optimiser and guards."""
     evaluation: FlowEvaluationConfig = field(default_factory=FlowEvaluationConfig)
@@ -112,7 +114,7 @@ class Flow3dAwmConfig(RunConfig):
         if self.trainer.old_logp != "recompute":
             raise ValueError("trainer.old_logp must be 'recompute'; the sampler has no likelihood of noisy versions")
         if not any(each.weight for each in self.verifiers):
-            raise ValueError("verifiers is empty or all of its weights are 0; name at least one")
+            raise ValueError("verifiers is empty or all weights are 0; add at least one")
         refuse_weights({each.label: each.weight for each in self.heldout_verifiers}, "heldout_verifiers")
         check_times(self)
         labels = [each.label for each in self.verifiers]
@@ -172,7 +174,7 @@ class Flow3dAwmRecipe(FlowDomain, Recipe[FlowWorldModel, FlowClip]):
             return self.process.draw(policy, tasks, self.config.trainer.samples_per_task, streams)
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Weighted verdicts; NaN, and no gradient, for a sample that a verifier could not judge."""
+        """Weighted verdicts; NaN, without a gradient, for a sample that a verifier could not judge."""
         with stopwatch("verify"):
             payload, result = self._judged(rollouts)
         self.errors.count(result)

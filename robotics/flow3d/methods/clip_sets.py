@@ -39,7 +39,7 @@ class ClipSetConfig(BuiltPath):
     """Clips of a folder written by `FlowWriter`, or returned by your own function."""
 
     path: str = ""
-    """Folder of the data set; empty with `function`."""
+    """Folder of the dataset; leave it empty with `function`."""
     build: str | None = rare(only_with(None, function=UNSET))
     """module:function that writes the folder if it is missing, called as function(path, **build_options)."""
     split: str = only_with("", function=UNSET)
@@ -58,7 +58,7 @@ class ClipSetConfig(BuiltPath):
     def validate(self) -> None:
         """Raise ValueError unless exactly one of path and function is given."""
         if bool(self.path) == bool(self.function):
-            raise ValueError("name either path, a folder of clips, or function, module:function that returns clips")
+            raise ValueError("set either path (a folder of clips) or function (module:function that returns clips)")
 
 
 def load_clips(config: ClipSetConfig, where: str) -> Sequence[FlowClip]:
@@ -68,7 +68,7 @@ def load_clips(config: ClipSetConfig, where: str) -> Sequence[FlowClip]:
     except UserError as error:
         raise UserError(f"{where}: {error}") from error
     if not clips:
-        raise UserError(f"{where}: there are no clips")
+        raise UserError(f"{where}: no clips found")
     return clips
 
 
@@ -164,7 +164,7 @@ def _of_function(config: ClipSetConfig, where: str) -> list[FlowClip]:
     clips = []
     for clip in found:
         if not isinstance(clip, FlowClip):
-            raise UserError(f"function {config.function} gave a {type(clip).__name__}; expected FlowClips")
+            raise UserError(f"function {config.function} returned a {type(clip).__name__}; expected FlowClips")
         clips.append(clip)
         # a function may yield clips without end
         if len(clips) == config.limit:

@@ -37,13 +37,15 @@ class FlowDomain(KeepsEvalAverage):
 
     @classmethod
     def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
-        """Write a folder that needs no other one; with an evaluation average, that of the weights it evaluated."""
+        """Write a self-contained folder; with an evaluation average, the folder of the averaged weights."""
         FlowWorldModel.from_pretrained(EvalAverage.folder_of(checkpoint)).export(output)
         return Exported(
             "robotics.flow3d.model.FlowWorldModel.from_pretrained",
             "from robotics.flow3d.model import FlowWorldModel\n\nmodel = FlowWorldModel.from_pretrained(folder)",
             task="robotics",
-            facts={"use": "model.predict(observation, points, samples=4) returns where the points of an object move"},
+            facts={"use": (
+                "model.predict(observation, points, samples=4) returns the future positions of the object's points"
+            )},
         )
 
 

@@ -1,4 +1,4 @@
-"""Training of a world model of 3D flow: the diffusion loss over encoded flow, in the loop of reinforcement learning.
+"""Training of a 3D-flow world model: the diffusion loss over encoded flow, in the RL training loop.
 
     L = mean over rows, channels, frames and points of (prediction - target)^2
 
@@ -78,13 +78,13 @@ def _trainer() -> BaseTrainerConfig:
 
 @dataclass
 class WorldModelConfig(FlowModelConfig):
-    """The model that is trained."""
+    """The model to train."""
 
     path: str = ""
-    """Folder of a saved world model, or of a run, to continue from; it brings its own settings."""
+    """Folder of a saved world model, or of a run, to continue training from, with its own settings."""
     depth_range: str = rare(choice("data", DEPTH_RANGES))
-    """Source of encoding.z_min_m and z_max_m: data (98% of the training depths and a tenth more at both ends)
-    or given."""
+    """Source of encoding.z_min_m and z_max_m: data (covers 98% of the training depths, plus a tenth at both ends) or
+    given."""
     words: list[str] = field(default_factory=list)
     """Words of future instructions, added to those of the training instructions."""
 
@@ -125,19 +125,19 @@ class Flow3dConfig(BaseRunConfig):
     data: ClipSetConfig = field(default_factory=ClipSetConfig)
     """Training clips."""
     in_memory: bool = True
-    """Encode all training clips at the start and keep that; false reads each when it is drawn."""
+    """Encode all training clips at the start and keep them in memory; false reads each clip when it is drawn."""
     eval_data: dict[str, ClipSetConfig] = field(default_factory=dict)
     """Held-out clips by name; the first split is the headline."""
     episodes: dict[str, FlowEpisodesConfig] = field(default_factory=dict)
-    """Sets of episodes in physics by name, which every evaluation runs after the clips; an episode takes a second or
-    more."""
+    """Sets of closed-loop episodes by name, run in physics by every evaluation after the clips; an episode takes a
+    second or more."""
     loop: LoopConfig = only_with(field(default_factory=LoopConfig), episodes=SET)
-    """Verifier, grasps and planner of those episodes; `loop.seed` is ignored, they use `seed`."""
+    """Verifier, grasps and planner of these episodes; `loop.seed` is ignored in favour of `seed`."""
     loss_mask: str = choice("none", LOSS_MASKS)
-    """none: every number counts, as in the public code; visible: only points that are seen, and the visibility of
-    all."""
+    """none: every number counts, as in the public code; visible: only visible points count, plus the visibility of all
+    points."""
     eval_ema: EvalEmaConfig = field(default_factory=lambda: EvalEmaConfig(decay=0.995))
-    """Moving average that evaluations use and exports hold."""
+    """Moving average used for evaluation and export."""
     trainer: BaseTrainerConfig = field(default_factory=_trainer)
     """Batch sizes, optimiser and guards."""
     evaluation: FlowEvaluationConfig = field(default_factory=FlowEvaluationConfig)
@@ -147,7 +147,7 @@ class Flow3dConfig(BaseRunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         if shared := sorted(set(self.episodes) & set(self.eval_data)):
-            raise ValueError(f"episodes and eval_data share the names {', '.join(shared)}; give each set its own")
+            raise ValueError(f"episodes and eval_data share the names {', '.join(shared)}; names must be unique")
         if self.loop.seed:
             raise ValueError(f"loop.seed is {self.loop.seed}, but it is replaced by seed; leave it out and set seed")
 
@@ -292,8 +292,8 @@ def _warn_of_words(vocabulary: Vocabulary, texts: Sequence[str]) -> None:
     missing = set(Vocabulary.from_texts(texts).words) - set(vocabulary.words)
     if missing:
         LOGGER.warning(
-            "the model's vocabulary lacks %s, which all look the same to it; name such words in model.words when it "
-            "is first trained",
+            "the model's vocabulary lacks %s, which it cannot tell apart; add these words to model.words when the "
+            "model is first trained",
             ", ".join(sorted(missing)),
         )
 

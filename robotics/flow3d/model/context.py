@@ -205,7 +205,7 @@ class SmallContext(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, inputs: FlowInputs, keep_text: Tensor) -> FlowContext:
-        """Encode B rows; the instruction is blanked where `keep_text` (B,) is False.
+        """Encode B rows; the instruction is blanked if `keep_text` (B,) is False.
 
         Gradient: into all trainable weights.
         """
@@ -274,7 +274,7 @@ class ClipContext(nn.Module):
         return self
 
     def forward(self, inputs: FlowInputs, keep_text: Tensor) -> FlowContext:
-        """Encode B rows; the instruction is blanked where `keep_text` (B,) is False.
+        """Encode B rows; the instruction is blanked if `keep_text` (B,) is False.
 
         Gradient: into all trainable weights.
         """

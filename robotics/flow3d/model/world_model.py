@@ -36,7 +36,7 @@ from robotics.policies.base.saved import WEIGHTS_FILE, check_fitting
 
 CONFIG_FILE = "config.json"
 FOLDERS = ("text", "vision")
-"""Options of the context that are folders of frozen models."""
+"""Options of the context that point to folders of frozen models."""
 VOCABULARY_FILE = "vocabulary.json"
 
 
@@ -54,7 +54,7 @@ def read_config(folder: Path) -> FlowModelConfig:
     """Read what `write_config` wrote; raises UserError if it is missing or damaged."""
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise UserError(f"{folder} is not a saved world model: it has no {CONFIG_FILE}")
+        raise UserError(f"{folder} is not a saved world model: {CONFIG_FILE} not found")
     entries = read_json_object(file)
     try:
         parts = {name: dict(entries[name]) for name in ("encoding", "body", "condition", "process")}
@@ -72,7 +72,7 @@ def read_config(folder: Path) -> FlowModelConfig:
         check_config(config, "model")
         return config
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{file} is not that of a world model: {error!r}") from error
+        raise UserError(f"{file} does not belong to a world model: {error!r}") from error
 
 
 def write_weights(weights: dict[str, Tensor], folder: Path) -> None:
@@ -92,7 +92,7 @@ def read_weights(weights: dict[str, Tensor], folder: Path) -> None:
 
     check_model(folder)
     if not (folder / WEIGHTS_FILE).is_file():
-        raise UserError(f"{folder} is not a saved world model: it has no {WEIGHTS_FILE}")
+        raise UserError(f"{folder} is not a saved world model: {WEIGHTS_FILE} not found")
     try:
         saved = load_file(folder / WEIGHTS_FILE)
     except (SafetensorError, OSError) as error:
@@ -102,7 +102,7 @@ def read_weights(weights: dict[str, Tensor], folder: Path) -> None:
     different = sorted(set(weights) ^ set(saved))
     different += [name for name, own in weights.items() if name in saved and own.shape != saved[name].shape]
     if different:
-        raise UserError(f"the weights in {folder} are those of another model; {', '.join(different[:4])} do not fit")
+        raise UserError(f"the weights in {folder} belong to a different model; {', '.join(different[:4])} do not match")
     # a damaged file may have the right shapes
     check_finite(saved, folder)
     with torch.no_grad():
@@ -217,7 +217,7 @@ class FlowWorldModel(nn.Module):
         scale = settings.guidance if guidance is None else guidance
         # without dropped texts the blank instruction is untrained, and guidance would extrapolate from noise
         if scale != 1.0 and settings.text_drop == 0:
-            raise UserError(f"guidance is {scale}, but this model was trained with text_drop=0; only 1 makes sense")
+            raise UserError(f"guidance is {scale}, but this model was trained with text_drop=0; guidance must be 1")
         # rows of a scene are contiguous, as the seeds are
         # equally many samples for each scene
         scene = torch.arange(len(inputs), device=self.device).repeat_interleave(len(seeds) // len(inputs))
@@ -270,8 +270,8 @@ class FlowWorldModel(nn.Module):
         _, frames, side, _ = self.flow_shape
         if flow.shape != (frames, side, side, 4):
             raise UserError(
-                f"a flow has the shape {flow.shape}; this model writes {(frames, side, side, 4)}: set "
-                f"model.encoding.num_frames={flow.shape[0]} and grid={flow.shape[1]}, or extract other clips"
+                f"a flow has the shape {flow.shape}; this model predicts {(frames, side, side, 4)}: set "
+                f"model.encoding.num_frames={flow.shape[0]} and grid={flow.shape[1]}, or re-extract the clips"
             )
 
     def check_instructions(self, texts: Sequence[str]) -> None:

@@ -26,13 +26,13 @@ class UnetConfig:
     channels: list[int] = rare(bounded([320, 640, 1280, 1280], at_least=1))
     """Channels of the levels; the grid is halved from one to the next."""
     layers: int = rare(bounded(2, at_least=1))
-    """Residual blocks of a level."""
+    """Residual blocks per level."""
     norm_groups: int = rare(bounded(32, at_least=1))
     """Groups of the norms; must divide all channels."""
     max_frames: int = bounded(48, at_least=1)
     """Maximum number of frames that the motion modules have positions for."""
     pretrained: str = ""
-    """Folder of a Stable Diffusion 1.5 whose `unet` gives the weights of everything but the motion modules; empty =
+    """Folder of a Stable Diffusion 1.5 model whose `unet` initialises everything except the motion modules; empty =
     random weights."""
     trainable: str = choice("full", TRAINABLE)
     """full, or lora as in the paper: adapters on the attention; motion modules and projections are trained in full."""
@@ -48,8 +48,8 @@ class UnetConfig:
             )
         if self.trainable == "lora" and not self.pretrained:
             raise ValueError(
-                "model.body.unet.trainable is lora without unet.pretrained: adapters on random weights learn little; "
-                "name the folder of a Stable Diffusion 1.5, or train in full"
+                "model.body.unet.trainable is lora without unet.pretrained: adapters on random weights learn "
+                "little; set it to the folder of a Stable Diffusion 1.5 model, or set trainable=full"
             )
 
 
@@ -58,8 +58,8 @@ class BodyConfig:
     """The network that reads a noisy flow."""
 
     kind: str = choice("traj_dit", BODIES)
-    """traj_dit: a token a query point with its whole future; dit_factored: a token a point and frame; unet_motion: the
-    paper's."""
+    """traj_dit: one token per query point with its whole future; dit_factored: one token per point and frame;
+    unet_motion: the paper's network."""
     width: int = bounded(64, at_least=8)
     """Width of the transformer; used by traj_dit and dit_factored."""
     blocks: int = bounded(3, at_least=1)
@@ -104,17 +104,18 @@ class ConditionConfig:
     vision: str = only_with("", kind="clip")
     """Folder of a CLIP model with its vision tower, such as openai/clip-vit-large-patch14; used by clip."""
     point_pe: str = rare(only_with(choice("corrected", POINT_CODES), kind="clip"))
-    """Code of the query points for clip: corrected, or repo with the numbers that the released weights were trained
-    on, see `repo_code`."""
+    """Positional encoding of the query points for clip: corrected, or repo (the values that the released weights were
+    trained with, see `repo_code`)."""
     bgr: bool = rare(only_with(False, kind="clip"))
-    """Give CLIP blue, green, red, as the released weights expect."""
+    """Feed CLIP images as BGR, as the released weights expect."""
 
     def validate(self) -> None:
         """Check that the options fit together; raises ValueError."""
         if self.kind == "clip":
             missing = [name for name in ("text", "vision") if not getattr(self, name)]
             if missing:
-                raise ValueError(f"model.condition.kind is clip, but model.condition.{missing[0]} names no folder")
+                raise ValueError(
+                    f"model.condition.kind is clip, but model.condition.{missing[0]} is empty; set it to a folder")
             return
         if self.image_px % self.patch_px:
             raise ValueError(f"model.condition.image_px is {self.image_px}; must be a multiple of {self.patch_px}")
@@ -124,10 +125,10 @@ class ConditionConfig:
 
 @dataclass
 class ProcessConfig:
-    """From flow to noise and back."""
+    """The noising process, its sampling and the prediction target."""
 
     kind: str = choice("rectified", PROCESSES)
-    """rectified: straight paths and Euler steps; ddim: the paper's."""
+    """rectified: straight paths and Euler steps; ddim: the paper's process."""
     parameterisation: str = choice("x0", PARAMETERISATIONS)
     """What the network predicts: the noise (the paper), the velocity, or the flow itself, which a small network learns
     far faster."""

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Made = TypeVar("Made")
 
 TRAINING_ACTORS = (HAND, NOBODY)
-"""Actors in training data by default: no robot at all, as in the paper's fine-tuning on human hands."""
+"""Default actors in the training data: no robot at all, as in the paper's fine-tuning on human hands."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class FlowDemonstrationConfig:
         """Reject unknown tasks, shapes and actors; raises UserError."""
         known = {shape for name in self.tasks for shape in find_flow_task(name).shapes}
         if unknown := set(self.shapes) - known:
-            raise UserError(f"shapes are {', '.join(sorted(unknown))}; the tasks have {', '.join(sorted(known))}")
+            raise UserError(f"unknown shapes {', '.join(sorted(unknown))}; the tasks have {', '.join(sorted(known))}")
         if not self.tasks or not self.actors:
             raise UserError("there must be at least one task and one actor")
         for name in self.tasks:

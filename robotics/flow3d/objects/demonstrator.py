@@ -237,7 +237,9 @@ class Demonstrator:
             path = arm_path(arm_ik(scene.arm), grip, motion, self._approach)
             if path is not None:
                 return path
-        raise RunError(f"{scene.arm.name} reaches no grip of {scene.task.name} all along in episode {scene.seed}")
+        raise RunError(
+            f"{scene.arm.name} cannot follow the whole motion of {scene.task.name} with any grip in episode "
+            f"{scene.seed}")
 
 
 class Stage:

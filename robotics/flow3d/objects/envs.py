@@ -70,11 +70,11 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self.kinds = (observation,) if isinstance(observation, str) else tuple(observation)
         unknown = [kind for kind in self.kinds if kind not in OBSERVATIONS]
         if unknown or not self.kinds:
-            raise UserError(f"observation is {self.kinds}; it takes at least one of {', '.join(OBSERVATIONS)}")
+            raise UserError(f"observation is {self.kinds}; expected at least one of {', '.join(OBSERVATIONS)}")
         if horizon < 1:
             raise UserError(f"horizon is {horizon}; must be at least 1")
         if render_mode not in (None, "rgb_array"):
-            raise UserError(f"render_mode is {render_mode!r}; there are rgb_array and None")
+            raise UserError(f"render_mode is {render_mode!r}; must be rgb_array or None")
         self.render_mode = render_mode
         self.horizon = horizon
         self.scene = FlowTabletop(SceneConfig(task, arm, shape, split, looks, looks, image_size, image_size))
@@ -100,7 +100,7 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         chosen = dict(options or {})
         layout = chosen.pop("layout", None)
         if chosen:
-            raise UserError(f"unknown options of reset: {', '.join(map(str, chosen))}; there is layout")
+            raise UserError(f"unknown options of reset: {', '.join(map(str, chosen))}; the only option is layout")
         self._layout = int(self.np_random.integers(LAYOUTS)) if layout is None else int(layout)
         self._elapsed = 0
         self._over = False
@@ -121,7 +121,7 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if given.shape != self.action_space.shape or not np.isfinite(given).all():
             raise UserError(f"an action is {given}; expected {self.action_space.shape} finite numbers")
         if self._over:
-            raise UserError("no episode runs; call reset first")
+            raise UserError("no episode is running; call reset first")
         self._over = True  # until the step has succeeded
         scene, moves = self.scene, np.clip(given, -1.0, 1.0)
         scene.drive(scene.target_rad() + moves[:-1] * scene.speeds / CONTROL_HZ, bool(moves[-1] > 0), TICKS)

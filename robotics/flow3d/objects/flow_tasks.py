@@ -139,7 +139,7 @@ class FlowTask:
 def find_flow_task(name: str) -> FlowTask:
     """Row of `FLOW_TASKS` with a name; raises UserError if it does not exist."""
     if name not in FLOW_TASKS:
-        raise UserError(f"task is {name!r}; there are {', '.join(FLOW_TASKS)}")
+        raise UserError(f"unknown task {name!r}; available: {', '.join(FLOW_TASKS)}")
     return FLOW_TASKS[name]
 
 

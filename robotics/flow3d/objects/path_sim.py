@@ -128,7 +128,7 @@ def open_path_sim(config: SimConfig) -> PathSim:
         raise UserError(f"sim.options has {', '.join(unknown)}; allowed: {', '.join(OPTIONS)}")
     if config.randomization.active():
         raise UserError(
-            "sim.randomization is for tabletop and gymnasium; paths draw shapes and colours by their options"
+            "sim.randomization is only for tabletop and gymnasium; here shapes and colours are set in sim.options"
         )
     options = dict(config.options)
     arms = options.pop("arms", None)
@@ -240,7 +240,7 @@ class PathSim:
         return ChunkResult(**{**vars(output), "reasons": reasons, "frames": frames})
 
     def describe(self) -> Mapping[str, Any]:
-        """Everything that a measured number depends on."""
+        """Everything that a measurement depends on."""
         import mujoco
 
         return {
@@ -275,7 +275,7 @@ class PathSim:
     def _stage(self, episode: EpisodeSpec) -> FlowTabletop:
         """The scene of an episode at its start; equal models are built once."""
         if episode.task not in self._tasks:
-            raise UserError(f"there is no task {episode.task!r}; there are {', '.join(self._tasks)}")
+            raise UserError(f"unknown task {episode.task!r}; available: {', '.join(self._tasks)}")
         arm, task = self._tasks[episode.task]
         config = self._config(arm, task, episode.layout, episode.split)
         # tasks with the same furniture share a model; `give` and `reset` set the rest
@@ -359,7 +359,8 @@ def _joints_of(actions: str, arms: Sequence[str]) -> int:
     if actions == "joints" and len(set(found.values())) > 1:
         counts = ", ".join(f"{arm} {count}" for arm, count in found.items())
         raise UserError(
-            f"sim.options.actions is joints, and the arms differ in joints: {counts}; name one in sim.options.arms"
+            f"sim.options.actions is joints, but the arms have different numbers of joints: {counts}; choose one in "
+            "sim.options.arms"
         )
     return next(iter(found.values())) if actions == "joints" else 0
 

@@ -261,7 +261,7 @@ class FlowScene:
     def put_arm(self, joint_rad: NDArray[np.float64], opening_m: float | None = None) -> None:
         """Pose the arm, with each finger `opening_m` from the middle; None = open."""
         if self.arm is None:
-            raise UserError(f"the actor of this scene is {self.config.actor}; there are arms: {', '.join(FLOW_ARMS)}")
+            raise UserError(f"the actor of this scene is {self.config.actor}; available arms: {', '.join(FLOW_ARMS)}")
         way = self.arm.opening_m if opening_m is None else opening_m
         for name, angle in zip((*self.arm.joints, *self.arm.fingers), (*joint_rad, way, way), strict=True):
             self.data.qpos[int(self.model.joint(name).qposadr[0])] = angle

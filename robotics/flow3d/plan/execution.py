@@ -39,7 +39,8 @@ class ExecutionSettings:
     chunk: int = bounded(4, at_least=1)
     """Flow frames executed per chunk."""
     look_again: bool = False
-    """Look after each chunk, and stop or replan if the object is not where it should be; off as in the paper."""
+    """Observe again after each chunk, and stop or replan if the object is not where it should be; off by default, as in
+    the paper."""
     replans: int = bounded(5, at_least=0)
     """Maximum number of replans with look_again; a fixed flow cannot be replanned."""
     release: str = rare(choice("unless_tilted", ("always", "never", "unless_tilted")))
@@ -166,7 +167,7 @@ class Executor:
 
 
 def drift_of(seen_m: FloatArray, predicted_m: FloatArray) -> float:
-    """Median distance between the seen surface (n, 3) of an object and the predicted one (m, 3)."""
+    """Median distance between the observed surface (n, 3) of an object and the predicted one (m, 3)."""
     # each surface may show only part of the other, so the smaller of the two distances counts
     there = np.median(distances_m(seen_m, predicted_m))
     back = np.median(distances_m(predicted_m, seen_m))
@@ -178,7 +179,7 @@ def _chosen(round_: PlanRound) -> tuple[GraspPlan, ObjectMotion]:
     # no grasp was tried if the object was already in the hand
     plan = round_.plan or (round_.chosen.plans[0] if round_.chosen and round_.chosen.plans else None)
     if plan is None or round_.chosen is None or round_.chosen.motion is None:
-        raise ValueError("the round has no plan to carry out")
+        raise ValueError("the round has no plan to execute")
     round_.plan = plan
     return plan, round_.chosen.motion
 

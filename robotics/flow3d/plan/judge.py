@@ -46,9 +46,9 @@ class VerifierConfig:
 
     kind: str = choice("geometric", VERIFIERS)
     """none: no rendering or judgement; always: rendered and accepted; geometric: without a model; oracle: the task's
-    criteria on the predicted pose, an upper bound; vlm: a local model; endpoint: one behind a chat server."""
+    criteria on the predicted pose, an upper bound; vlm: a local model; endpoint: a model behind a chat server."""
     path: str = only_with("", kind="vlm")
-    """Folder or hub id of the model; used by vlm."""
+    """Folder or Hub id of the model; used by vlm."""
     url: str = rare(only_with("", kind="endpoint"))
     """Server address up to /v1; used by endpoint."""
     model: str = only_with("", kind="endpoint")
@@ -59,9 +59,10 @@ class VerifierConfig:
     def validate(self) -> None:
         """Raise ValueError for a verifier that lacks an option."""
         if self.kind == "vlm" and not self.path:
-            raise ValueError("verifier.kind is vlm, but verifier.path names no model")
+            raise ValueError("verifier.kind is vlm, but verifier.path is empty; set it to a model")
         if self.kind == "endpoint" and not (self.url and self.model):
-            raise ValueError("verifier.kind is endpoint; name verifier.url, such as http://host:8000/v1, and model")
+            raise ValueError(
+                "verifier.kind is endpoint; set verifier.url, such as http://host:8000/v1, and verifier.model")
 
 
 def open_verifier(config: VerifierConfig) -> Verifier | None:
@@ -89,7 +90,7 @@ class WeightedVerifierConfig(VerifierConfig):
 
     kind: str = choice("oracle", JUDGES, or_function=True)
     """oracle: the criterion of the suite's scenes on the predicted final pose; geometric; vlm: a local model; endpoint:
-    one behind a chat server; always; or module:function(**options) that returns a `Verifier`."""
+    a model behind a chat server; always; or module:function(**options) that returns a `Verifier`."""
     weight: float = 1.0
     """Weight of its value in the reward."""
     value: str = choice("ok", VALUES)
@@ -103,7 +104,7 @@ class WeightedVerifierConfig(VerifierConfig):
         """Raise ValueError for options that are not used."""
         super().validate()
         if self.options and self.kind != "geometric" and ":" not in self.kind:
-            raise ValueError(f"verifiers: {self.kind} has no options; only geometric and your own functions have")
+            raise ValueError(f"verifiers: {self.kind} takes no options; only geometric and custom functions do")
         unknown = sorted(set(self.options) - set(GeometricLimits.__dataclass_fields__))
         if unknown and self.kind == "geometric":
             known = ", ".join(GeometricLimits.__dataclass_fields__)
@@ -128,13 +129,14 @@ class FlowJudge:
         # labels are keys of metrics and verdicts
         names = [each.label for each in configs]
         if doubled := sorted({name for name in names if names.count(name) > 1}):
-            raise UserError(f"several verifiers are named {', '.join(doubled)}; give them different names")
+            raise UserError(f"verifier names must be unique: {', '.join(doubled)}")
         self.configs = list(configs)
         self.config = config or PlannerConfig()
         self._oracle: SceneOracle | None = None
         self._renders = any(each.kind not in BLIND for each in configs)
         if self._renders and self.config.renderer == REPLAY:
-            raise UserError(f"the renderer {REPLAY} needs a scene, which a judge of flows lacks; use {POINTS}")
+            raise UserError(
+                f"the renderer {REPLAY} needs a scene, which is not available when judging flows; use {POINTS}")
         self._verifiers = {each.label: self._opened(each) for each in configs}
 
     def judge(self, clip: FlowClip, flows: FloatArray) -> list[dict[str, Verdict]]:
@@ -226,8 +228,9 @@ class SceneOracle:
         missing = [name for name in NEEDED if name not in clip.meta]
         if missing or clip.meta["task"] not in FLOW_TASKS:
             raise UserError(
-                f"the verifier oracle needs clips of the suite's flow scenes; this one, of {clip.source or 'no source'}"
-                f", lacks {', '.join(missing) or 'a known task'} in its meta data; take geometric, vlm or endpoint"
+                "the verifier oracle needs clips of the suite's flow scenes; this one, of "
+                f"{clip.source or 'no source'}, lacks {', '.join(missing) or 'a known task'} in its metadata; use "
+                "geometric, vlm or endpoint"
             )
         scene = self._scene(clip)
         # a copy: the shared scene is reset for the next clip

@@ -149,7 +149,7 @@ class GraspSearch:
 def _find_proposer(proposer: str | GraspProposer) -> GraspProposer:
     if isinstance(proposer, str):
         if proposer not in PROPOSERS:
-            raise UserError(f"grasps has {proposer!r}; there are {', '.join(PROPOSERS)}, or give a function")
+            raise UserError(f"unknown grasp proposer {proposer!r}; available: {', '.join(PROPOSERS)}, or a function")
         return PROPOSERS[proposer]
     return proposer
 
@@ -342,7 +342,7 @@ def _find_renderer(
 ) -> Callable[[Observation, BoolArray, FloatArray], ImageArray]:
     if renderer == REPLAY:
         if replay is None:
-            raise UserError("the renderer replay needs the argument replay, such as the `replay` of a FlowScene")
+            raise UserError("the renderer replay needs the argument replay, such as FlowScene.replay")
         return lambda observation, mask, T_t_0_world: replay(T_t_0_world)
     require_packages("rendering a predicted outcome", ["cv2"], "flow3d")
     return render_outcome

@@ -19,7 +19,7 @@ class PlannerConfig:
     samples: int = bounded(4, at_least=1)
     """K, maximum number of predictions per plan; the paper gives no number."""
     grid: int = rare(bounded(4, at_least=1))
-    """N, query points per side; a model with an `encoding` has its own."""
+    """N, query points per side; a model with an `encoding` uses its own value."""
     support_z_m: float | None = rare(0.0)
     """Height of the support in the world frame; null = no support."""
     estimator: str = choice("irls", ESTIMATORS)
@@ -37,12 +37,12 @@ class PlannerConfig:
     reach: ReachSettings = rare(field(default_factory=ReachSettings))
     """Checks of the arm's path."""
     execution: ExecutionSettings = field(default_factory=ExecutionSettings)
-    """Chunks, looking again, release."""
+    """Execution in chunks, renewed observation, and release."""
 
     def validate(self) -> None:
         """Raise UserError if the estimator cannot start from the first predicted frame."""
         if self.from_first_predicted and self.estimator not in IN_SPACE:
             raise UserError(
-                f"from_first_predicted has no meaning for the estimator {self.estimator}, which takes depth from the "
+                f"from_first_predicted does not apply to the estimator {self.estimator}, which takes depth from the "
                 f"first image; use {' or '.join(IN_SPACE)}"
             )

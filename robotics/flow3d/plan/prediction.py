@@ -55,13 +55,15 @@ class Predictor:
             )
         if not np.isfinite(flow).all() or not (flow[..., 2] > 0).all():
             return PlanTry(
-                seed, flow, failure=Failure.DEGENERATE_GEOMETRY, detail="the flow is not finite, or behind the camera"
+                seed, flow, failure=Failure.DEGENERATE_GEOMETRY, detail=(
+                    "the flow is not finite or lies behind the camera"
+                )
             )
         seen = (clip.visible > VISIBLE_SHARE).sum(-1)
         # a median, because a few frames may hide the object; three points determine a motion
         if np.median(seen) < 3:
             return PlanTry(
-                seed, flow, failure=Failure.TOO_FEW_POINTS, detail=f"{int(np.median(seen))} visible points a frame"
+                seed, flow, failure=Failure.TOO_FEW_POINTS, detail=f"{int(np.median(seen))} visible points per frame"
             )
         motion = object_motion(
             clip,
@@ -72,7 +74,7 @@ class Predictor:
             support_z_m=config.support_z_m,
         )
         if motion.fit.degenerate.any():
-            detail = "the points that fit are on a line, so they determine no rotation"
+            detail = "the inlier points lie on a line, so the rotation is undetermined"
             return PlanTry(seed, flow, failure=Failure.DEGENERATE_GEOMETRY, detail=detail)
         # any point, so that a turn in place counts as motion too
         moved = float(np.linalg.norm(motion.moved_world_m - motion.points_world_m, axis=-1).max())
@@ -85,7 +87,7 @@ class Predictor:
         """(H, W) pixels of the object with depth; raises PlanFailed if there are too few."""
         mask = self.mask_or_none(observation)
         if mask is None or not mask.any():
-            detail = "the observation has no mask, and there is no `locate`" if mask is None else "the mask is empty"
+            detail = "the observation has no mask, and no `locate` function was given" if mask is None else "the mask is empty"
             raise PlanFailed(Failure.NO_MOVING_OBJECT, detail)
         known = mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
         if known.sum() < MIN_POINTS:

@@ -36,7 +36,7 @@ QUESTION = (
     '"confidence": a number from 0 to 1, "what_is_wrong": "empty if nothing"}}'
 )
 QUOTED = 160
-"""Characters quoted of an unusable answer."""
+"""Maximum number of characters quoted from an unusable response."""
 PART_SYSTEM = (
     "You choose where a robot grasps an object. The image shows the scene; numbered marks lie on the object that the "
     "robot is to move."
@@ -51,14 +51,14 @@ ENLARGED_PX = 512
 
 
 class NoAnswer(RuntimeError):  # noqa: N818
-    """The model gave no usable answer: it refused, timed out, is down, cannot read the question, or named no mark."""
+    """The model gave no usable response: it refused, timed out, is down, cannot read the question, or chose no mark."""
 
 
 class VlmClient(Protocol):
     """Answers questions about images."""
 
     def ask(self, system: str, text: str, images: Sequence[ImageArray]) -> str:
-        """The answer to a question about images (H, W, 3); raises NoAnswer."""
+        """The response to a question about images (H, W, 3); raises NoAnswer."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class LocalModel:
     """Maximum response length in tokens."""
 
     def ask(self, system: str, text: str, images: Sequence[ImageArray]) -> str:
-        """The greedy answer; see `VlmClient`."""
+        """The greedy response; see `VlmClient`."""
         from PIL import Image
 
         from mmrl.vlm.data.task import TaskError, VlmTask
@@ -109,7 +109,7 @@ class ChatEndpoint:
         check_url(self.url, "endpoint")
 
     def ask(self, system: str, text: str, images: Sequence[ImageArray]) -> str:
-        """The endpoint's answer; see `VlmClient`."""
+        """The endpoint's response; see `VlmClient`."""
         try:
             return ask_chat(
                 self.url,
@@ -131,7 +131,7 @@ class ChatEndpoint:
 
 
 def read_json(answer: str) -> object:
-    """JSON of a model's answer, with or without a Markdown fence; other text raises ValueError."""
+    """JSON of a model's response, with or without a Markdown fence; other text raises ValueError."""
     text = answer.strip()
     fenced = FENCE.match(text)
     try:
@@ -142,7 +142,7 @@ def read_json(answer: str) -> object:
 
 
 def read_verdict(answer: str) -> Verdict:
-    """Parse a model's answer strictly; an unusable one is a rejection."""
+    """Parse a model's response strictly; an unusable one counts as a rejection."""
     fields: Any
     try:
         fields = read_json(answer)
@@ -150,7 +150,7 @@ def read_verdict(answer: str) -> Verdict:
     except ValueError:
         fields, problem = {}, "no JSON"
     if problem:
-        return Verdict(False, 0.0, f"unusable answer ({problem}): {answer.strip()[:QUOTED]!r}")
+        return Verdict(False, 0.0, f"unusable response ({problem}): {answer.strip()[:QUOTED]!r}")
     ok, confidence = fields["matches_task"], float(fields["confidence"])
     reason = fields["object_moved"] if ok else fields["what_is_wrong"] or fields["object_moved"]
     # the score is the confidence that the plan is right, so a confident no is near 0
@@ -232,12 +232,12 @@ def draw_marks(rgb: ImageArray, pixels: IndexArray) -> ImageArray:
 
 
 def read_part(answer: str, marks: int) -> int:
-    """The number of a mark in a model's answer."""
+    """The number of a mark in a model's response."""
     try:
         fields = read_json(answer)
     except ValueError:
-        raise NoAnswer(f"unusable answer (no JSON): {answer[:QUOTED]!r}") from None
+        raise NoAnswer(f"unusable response (no JSON): {answer[:QUOTED]!r}") from None
     mark = fields.get("mark") if isinstance(fields, dict) else None
     if isinstance(mark, bool) or not isinstance(mark, int) or not 1 <= mark <= marks:
-        raise NoAnswer(f"unusable answer (mark is {mark!r}; there are 1 to {marks}): {answer[:QUOTED]!r}")
+        raise NoAnswer(f"unusable response (mark is {mark!r}; must be 1 to {marks}): {answer[:QUOTED]!r}")
     return mark

@@ -112,20 +112,21 @@ class FlowRewardConfig:
     model: str = ""
     """Folder of a world model that predicts the flow; empty = the simulator's true flow (tabletop only)."""
     num_frames: int = rare(bounded(8, at_least=1))
-    """T of the true flow; a world model has its own."""
+    """T of the true flow; a world model uses its own."""
     grid: int = rare(bounded(4, at_least=1))
-    """N, points per side of the true flow; a world model has its own."""
+    """N, points per side of the true flow; a world model uses its own."""
     beta_per_m: float = rare(bounded(BETA_PER_M, at_least=0))
     """Penalty per metre between the object and the flow."""
     distance: str = rare(choice("mean", DISTANCES))
     """mean: average the distance over the chunks of an episode; sum: add it up."""
     view: str = rare("")
-    """module:function that is called as function(episode) and returns the first `Observation` of an EpisodeSpec, with
-    depth and the mask of the object; empty = the simulator's own (tabletop only)."""
+    """module:function that is called as function(episode) with an EpisodeSpec and returns its first `Observation`, with
+    depth and the object's mask; empty = the simulator's own (tabletop only)."""
     tracker: str = rare("")
-    """module:function that is called as function(frames, observation, points) with the images (F, H, W, 3) before each
-    chunk and at the end, the first observation and query points (N, N, 3), and returns the points' positions (F, N * N,
-    3) in metres in the world frame, NaN if a point is not seen; empty = the simulator's own poses."""
+    """module:function that tracks the query points; empty = the simulator's own poses. It is called as function(frames,
+    observation, points) with the images (F, H, W, 3) before each chunk and at the end, the first observation, and the
+    query points (N, N, 3). It returns the points' positions (F, N * N, 3) in metres in the world frame, NaN if a point
+    is not visible."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,7 @@ class FlowFollowing:
             self._model = FlowWorldModel.from_pretrained(config.model).eval()
         self._tracker = _loaded(config.tracker, "flow.tracker")
         if self._tracker is not None and not sim.image_size:
-            raise UserError("flow.tracker needs the images of episodes, but sim.image_size is 0")
+            raise UserError("flow.tracker needs images of the episodes, but sim.image_size is 0")
         # opened only if something comes from the simulator: it loads scenes and a renderer
         self._own: TabletopViews | None = _open_views(sim, tasks) if not config.view or not config.model else None
         view = _loaded(config.view, "flow.view")
@@ -212,7 +213,7 @@ class FlowFollowing:
             poses = payload.object_poses[row] if payload.object_poses else None
             if poses is None:
                 raise UserError(
-                    "reward is flow, but this simulator does not report the object's pose; name flow.tracker"
+                    "reward is flow, but this simulator does not report the object's pose; set flow.tracker"
                 )
             # from the first pose: the flow's points were taken in the first image
             return apply_pose(poses @ inverse_pose(poses[0]), clip.points_world_m)
@@ -240,13 +241,13 @@ class FlowFollowing:
 
     def _failed(self, kind: str, what: str, error: Exception) -> None:
         if not self.failures[kind]:
-            LOGGER.warning("%s: %s: %s; such episodes are left out of the update", what, type(error).__name__, error)
+            LOGGER.warning("%s: %s: %s; these episodes are excluded from the update", what, type(error).__name__, error)
         self.failures[kind] += 1
 
 
 def _checked(points: NDArray[np.float64], count: int) -> NDArray[np.float64]:
     if points.ndim != 3 or points.shape[1:] != (count, 3):
-        raise UserError(f"it gave points of the shape {points.shape}; expected (F, {count}, 3)")
+        raise UserError(f"it returned points of the shape {points.shape}; expected (F, {count}, 3)")
     if not np.isfinite(points).all(-1).any(-1).all():
         raise UserError("it lost all points in a frame")
     return points
@@ -260,7 +261,7 @@ def _open_views(sim: SimConfig, tasks: Sequence[str]) -> TabletopViews:
     """The tabletop's own first images; raises UserError for other simulators."""
     if sim.kind != "tabletop":
         raise UserError(
-            f"reward is flow with sim.kind {sim.kind}, whose first images have no depth; name flow.model and "
+            f"reward is flow with sim.kind {sim.kind}, whose first images have no depth; set flow.model and "
             "flow.view, or use sim.kind=tabletop"
         )
     check_moves_object(tasks)

@@ -146,11 +146,12 @@ class _Stage:
 
 
 def check_moves_object(tasks: Sequence[str]) -> None:
-    """Raise UserError for tasks that move no object and therefore have no flow."""
+    """Raise UserError for tasks that do not move an object and therefore have no flow."""
     for name in tasks:
         if name not in MOVING_TASKS:
             find_task(name)
-            raise UserError(f"the task {name} moves no object, so it has no flow; there are {', '.join(MOVING_TASKS)}")
+            raise UserError(
+                f"the task {name} does not move an object, so it has no flow; available: {', '.join(MOVING_TASKS)}")
 
 
 def tabletop_clips(
