@@ -1,4 +1,4 @@
-"""Benchmarks that anyone can repeat: each arm in its own process, alternating, with lower bounds next to the times."""
+"""Reproducible benchmarks: each arm runs in its own process, alternating, with lower bounds next to the times."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOMS = {
     "sim": "benchmarks.robotics.comparisons",
     "gui": "benchmarks.gui.comparisons",
 }
-"""Rooms with benchmarks: name to the module that holds their comparisons, which is imported when it is asked for."""
+"""Benchmark rooms: from name to the module with the comparisons, which is imported on demand."""
 
 
 def run(room: str, options: BenchOptions, out: Path | None = None) -> tuple[str, bool]:
@@ -69,4 +69,4 @@ def _check_room(room: str, options: BenchOptions) -> None:
     given = {"--against": options.against, "--model": options.model, "--family": options.family != "qwen2_5_vl"}
     ignored = [name for name, value in given.items() if value]
     if room != "vlm" and ignored:
-        raise UserError(f"{ignored[0]} is an option of the vlm benchmarks, not of those of {room}")
+        raise UserError(f"{ignored[0]} is an option of the vlm benchmarks, not of the {room} benchmarks")

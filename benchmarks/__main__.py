@@ -1,4 +1,4 @@
-"""`python -m benchmarks ROOM`: time and memory against row-per-sample code, or another library, as JSON."""
+"""`python -m benchmarks ROOM`: time and memory compared with row-per-sample code or another library, as JSON."""
 
 from __future__ import annotations
 
@@ -16,22 +16,33 @@ from mmrl.files import output_file, output_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the comparisons of a room; exit code 1 where an arm or a check failed, 2 for bad usage."""
+    """Run the comparisons of a room; exit code 1 if an arm or a check failed, 2 for invalid usage."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("room", choices=list(ROOMS), help="what is measured")
-    add("--against", choices=["trl"], help="compare with this library as well; needs the extra `bench`")
-    add("--only", metavar="NAME", action="append", default=[], help="one comparison; repeatable")
-    add("--blocks", metavar="N", type=int, default=0, help="processes of each arm, in turns; default 5")
-    add("--repetitions", metavar="N", type=int, default=0, help="that count in each; default 2")
-    add("--threads", metavar="N", type=int, default=1, help="of each process; default 1")
-    add("--device", choices=["cpu", "cuda"], default="cpu", help="default cpu")
+    add("room", choices=list(ROOMS), help="what to benchmark")
+    add("--against", choices=["trl"], help="also compare with this library; needs the extra `bench`")
+    add("--only", metavar="NAME", action="append", default=[], help="run only this comparison; can be repeated")
+    add("--blocks", metavar="N", type=int, default=0, help="processes per arm, run in turns; default 5")
+    add("--repetitions", metavar="N", type=int, default=0, help="timed repetitions per process; default 2")
+    add("--threads", metavar="N", type=int, default=1, help="threads per process; default 1")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="device to run on; default cpu")
     families = ["qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3", "qwen3"]
-    add("--family", choices=families, default="qwen2_5_vl", help="of the built model; the last three: --only step")
+    add(
+        "--family",
+        choices=families,
+        default="qwen2_5_vl",
+        help="architecture of the model to build; the last three only support --only step",
+    )
     add("--model", metavar="DIR", type=Path, help="folder or packaged name of a model to use instead of building one")
-    add("--folder", metavar="DIR", type=output_folder, default=BenchOptions.folder, help="where built things are kept")
-    add("--out", metavar="FILE", type=output_file, help="write the JSON to a file as well")
-    add("--quick", action="store_true", help="tiny sizes that only show that everything runs")
+    add(
+        "--folder",
+        metavar="DIR",
+        type=output_folder,
+        default=BenchOptions.folder,
+        help="where to keep built models and questions",
+    )
+    add("--out", metavar="FILE", type=output_file, help="also write the JSON to this file")
+    add("--quick", action="store_true", help="smoke test with tiny sizes")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         given = vars(parser.parse_args(argv))

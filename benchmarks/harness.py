@@ -50,8 +50,9 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, field_problems
 
 KEPT_BYTES = str(2**20)
-"""Size above which freed blocks go back to the system in processes that measure memory. glibc would keep them, and
-peaks would not be comparable. It costs time, a quarter of a TRL step, so other processes measure that."""
+"""Size above which freed blocks are returned to the system in processes that measure memory. Otherwise glibc would keep
+them, and peaks would not be comparable. This costs time (a quarter of a TRL step), so time is measured in other
+processes."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,14 @@ class Arm:
     options: dict[str, Any] = field(default_factory=dict)
     """JSON values; `repetitions` and `device` are added from the benchmark's own options."""
     environment: dict[str, str] = field(default_factory=dict)
-    """Further environment variables of the process."""
+    """Additional environment variables of the process."""
     blocks: int | None = None
-    """Most processes that measure time, where fewer than the benchmark's own number are enough for orientation."""
+    """Maximum number of processes that measure time, if fewer than the benchmark's own number are enough for
+    orientation."""
     timed: bool = True
     """False for an arm that only returns counts or checks: it runs once."""
     memory: bool = True
-    """False for an arm whose memory is that of other processes: none runs for it."""
+    """False for an arm whose memory is used by other processes; no process measures it."""
 
 
 @dataclass
@@ -79,26 +81,26 @@ class BenchOptions:
     """Options of `python -m benchmarks`."""
 
     blocks: int = bounded(0, at_least=1)
-    """Processes of each arm that measure time, in turns with those of the other arms, and one more measures memory;
-    0 is 5, or 1 when `quick`."""
+    """Number of processes per arm that measure time, in turns with the other arms; one more measures memory. 0 = 5, or
+    1 with `quick`."""
     repetitions: int = bounded(0, at_least=1)
-    """Repetitions that count in each process, after one that does not; 0 is 2, or 1 when `quick`."""
+    """Number of timed repetitions per process, after one warm-up; 0 = 2, or 1 with `quick`."""
     threads: int = bounded(1, at_least=1)
-    """Threads of each process."""
+    """Threads per process."""
     quick: bool = False
     """Tiny sizes, all in this process: a smoke test that takes seconds."""
     device: str = "cpu"
     """cpu or cuda."""
     only: list[str] = field(default_factory=list)
-    """Names of comparisons; empty = all that need nothing beside this package."""
+    """Names of comparisons; empty = all that need only this package."""
     against: str | None = None
     """Another library to compare with."""
     model: Path | None = None
-    """Model folder in place of the one that is built."""
+    """Model folder to use instead of building a model."""
     family: str = "qwen2_5_vl"
-    """Architecture of the model that is built."""
+    """Architecture of the model to build."""
     folder: Path = Path("runs/bench")
-    """Folder of the models and questions that are built."""
+    """Folder for built models and questions."""
 
     def __post_init__(self) -> None:
         self.blocks = self.blocks or (1 if self.quick else 5)
@@ -110,10 +112,10 @@ class BenchOptions:
             raise UserError(f"--{problem}")
 
     def chosen(self, names: Sequence[str]) -> list[str]:
-        """Names to run, in the order of `names`; raises UserError for one that does not exist."""
+        """Names to run, in the order of `names`; raises UserError for an unknown name."""
         unknown = [name for name in self.only if name not in names]
         if unknown:
-            raise UserError(f"--only {unknown[0]}: there is no such comparison; there are: {', '.join(names)}")
+            raise UserError(f"--only {unknown[0]}: unknown comparison; available: {', '.join(names)}")
         return [name for name in names if not self.only or name in self.only]
 
 
@@ -151,7 +153,7 @@ def ratio(
     goal: float | None = None,
     bound: float | None = None,
 ) -> dict[str, Any]:
-    """Divide what the baseline needs by what an arm needs, block by block.
+    """Divide the cost of the baseline by the cost of an arm, block by block.
 
     Args:
         runs: result of `run_arms`.
@@ -181,7 +183,7 @@ def ratio(
 
 
 def check(value: float, limit: float, *, above: bool = False) -> dict[str, Any]:
-    """Compare a number with the limit that it must not pass; a check that fails makes the benchmark fail.
+    """Compare a number with a limit; a failed check makes the benchmark fail.
 
     Args:
         value: the number.
@@ -219,7 +221,7 @@ def comparison(
 
 
 def progress(text: str) -> None:
-    """Write a line of progress to standard error; standard output holds the result."""
+    """Write a line of progress to standard error; standard output is reserved for the result."""
     sys.stderr.write(f"{text.rstrip()}\n")
     sys.stderr.flush()
 
@@ -255,7 +257,7 @@ def _run_process(arm: Arm, options: BenchOptions, for_memory: bool) -> dict[str,
         )
         if result.is_file():
             return dict(json.loads(result.read_text(encoding="utf-8")))
-    return {"error": f"the process ended with code {done.returncode}", "traceback": done.stderr[-2000:]}
+    return {"error": f"the process exited with code {done.returncode}", "traceback": done.stderr[-2000:]}
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ WHOLE = "total"
 
 
 class PeakMemory:
-    """Largest memory in MB while each stage was open, over that at the start.
+    """Peak memory in MB while each stage was open, minus the memory at the start.
 
     Resident memory of the process, or allocated memory of the GPU. Where the system does not let a process reset its
     own peak, the peak of a stage is the largest until its end.
@@ -39,7 +39,7 @@ class PeakMemory:
         self.start_mb = self._read.now_mb()
 
     def held_mb(self) -> float:
-        """Memory in use now, above that at the start."""
+        """Memory in use now, minus the memory at the start."""
         gc.collect()
         self._read.trim()
         return self._read.now_mb() - self.start_mb
@@ -93,7 +93,7 @@ class Stopwatch:
 
 
 class Recorder:
-    """Measures the repetitions of an arm; the first one warms up and counts for memory only."""
+    """Measures the repetitions of an arm; the first one is a warm-up and only counts for memory."""
 
     def __init__(self, device: str = "cpu", cpu_clock: Callable[[], float] | None = None) -> None:
         self.device = device
@@ -144,7 +144,7 @@ def repeat(
     device: str = "cpu",
     cpu_clock: Callable[[], float] | None = None,
 ) -> dict[str, Any]:
-    """Run a body once to warm up and then some times that count.
+    """Run a body once to warm up and then for the timed repetitions.
 
     Args:
         body: one repetition; it may time stages with the stopwatch that it is given.
@@ -199,7 +199,7 @@ class ResidentMemory:
         return self._status("VmRSS")
 
     def peak_mb(self) -> float:
-        """Largest resident memory since `reset`, or since the process began where the system refuses that."""
+        """Peak resident memory since `reset`, or since the process began if the system does not allow a reset."""
         return self._status("VmHWM")
 
     def reset(self) -> None:

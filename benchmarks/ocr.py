@@ -1,4 +1,4 @@
-"""How well the reward `ocr` reads text that is certainly there: words drawn in known fonts and sizes.
+"""How well the reward `ocr` reads text that is known to be present: words drawn in known fonts and sizes.
 
     python -m benchmarks.ocr [--images 500] [--side 256] [--case page] [--out FILE]
 
@@ -42,7 +42,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Options of the reward."""
 EDGE_PX = 4
-"""Least distance of the text from the edge of its image."""
+"""Minimum distance of the text from the edge of its image."""
 
 
 def main() -> None:
@@ -68,7 +68,7 @@ def compare(case: str, images: int, side: int) -> dict[str, Any]:
 
 
 def draw(rng: np.random.Generator, size: int, side: int, line: bool) -> tuple[str, NDArray[np.uint8]]:
-    """A text and its image, `side` pixels square or cut close; words that do not fit in are left out."""
+    """A text and its image, `side` pixels square or cut close; words that do not fit are dropped."""
     font = ImageFont.truetype(str(files("matplotlib") / "mpl-data" / "fonts" / "ttf" / rng.choice(FONTS)), size)
     words = [str(word) for word in rng.choice(WORDS, rng.integers(1, 4), replace=False)]
     while font.getlength(" ".join(words)) > side - 2 * EDGE_PX and len(words) > 1:

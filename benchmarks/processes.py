@@ -52,7 +52,7 @@ def measure(name: str, processes: int, steps: int, folder: Path, block: int) -> 
 
 
 def compare(name: str, steps: int, blocks: int) -> dict[str, Any]:
-    """Medians over blocks of one process and two, and how many times faster two are."""
+    """Medians over blocks of one process and two, and the speed-up of two processes."""
     with tempfile.TemporaryDirectory() as folder:
         found: dict[int, list[dict[str, float]]] = {1: [], 2: []}
         for block in range(blocks):

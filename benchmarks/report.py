@@ -20,7 +20,7 @@ PACKAGES = ("torch", "transformers", "trl", "accelerate", "peft", "diffusers", "
 
 
 def print_each(compare: Callable[..., Any], cases: Collection[str], **counts: int) -> None:
-    """Compare all cases or --case, with counts that are options too; print each as JSON and write them to --out."""
+    """Compare all cases or --case, with counts as further options; print each as JSON and write all to --out."""
     parser = argparse.ArgumentParser(description=compare.__doc__)
     for name, default in counts.items():
         parser.add_argument(f"--{name}", type=int, default=default)
@@ -42,7 +42,7 @@ def settings_of(options: BenchOptions) -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Python and those of `PACKAGES` that are installed."""
+    """Versions of Python and of the installed `PACKAGES`."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -69,7 +69,7 @@ def describe_machine(options: BenchOptions) -> dict[str, Any]:
 
 
 def table(comparisons: Mapping[str, Mapping[str, Any]]) -> str:
-    """Comparisons as text for people."""
+    """Comparisons as human-readable text."""
     return "\n".join(line for name, found in comparisons.items() for line in _lines(name, found))
 
 

@@ -1,4 +1,4 @@
-"""Seconds of a step with rollout workers and overlap, where rewards wait and environments sleep.
+"""Seconds of a step with rollout workers and overlap, with rewards that wait and environments that sleep.
 
     python -m benchmarks.rollers [--steps 4] [--case 'environments that sleep'] [--out FILE]
 
@@ -37,13 +37,13 @@ WAYS = {
 
 
 def waits(completions: list[str], **columns: Any) -> list[float]:
-    """The share of digits in an answer, after a wait for each."""
+    """The fraction of digits in each response, after a wait for each response."""
     time.sleep(WAIT_S * len(completions))
     return [sum(map(str.isdigit, text)) / max(len(text), 1) for text in completions]
 
 
 class SlowRoom:
-    """Sleeps for every answer, each of which is an action that earns its share of digits; the fourth is the last."""
+    """Sleeps for every response, an action whose reward is its fraction of digits; the fourth one is the last."""
 
     def reset(self, task: str, seed: int) -> dict[str, Any]:
         """Begin an episode."""
@@ -58,7 +58,7 @@ class SlowRoom:
         return self._look(), sum(map(str.isdigit, text)) / max(len(text), 1), self._turns == 4
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Nothing to close."""
 
     def _look(self) -> dict[str, Any]:
         return {"image": np.full((56, 56, 3), 60 * self._turns, np.uint8), "text": f"turn {self._turns}"}
@@ -122,7 +122,7 @@ def measure(case: str, way: str, steps: int, folder: Path) -> dict[str, float]:
 
 
 def compare(case: str, steps: int) -> dict[str, Any]:
-    """Seconds of a step in each way, and how many times faster it is than in one process."""
+    """Seconds of a step with each method, and the speed-up over one process."""
     with tempfile.TemporaryDirectory() as folder:
         found = {way: measure(case, way, steps, Path(folder)) for way in WAYS}
     base = found["one process"]["step_s"]

@@ -1,4 +1,4 @@
-"""Cost of an objective beside that of a small model: advantages, loss and its gradient, for every row of the catalogue.
+"""Cost of an objective relative to a small model: advantages, loss and its gradient, for every row of the catalogue.
 
     python -m benchmarks.rows [--rows 4096] [--decisions 1024] [--case bapo] [--out FILE]
 
@@ -42,7 +42,7 @@ def fastest(run: Callable[[], Any]) -> float:
 
 @functools.cache
 def model_seconds() -> float:
-    """Seconds a decision of a small model's forward and backward pass."""
+    """Seconds per decision for a small model's forward and backward pass."""
     with tempfile.TemporaryDirectory() as folder:
         built = "hidden: 64, layers: 2, vision_hidden: 64, vision_depth: 1, min_pixels: 3136, max_pixels: 12544"
         settings = [
@@ -99,7 +99,7 @@ def batch(rows: int, decisions: int) -> tuple[Rollouts, PolicyOutputs]:
 
 
 def compare(row: str, rows: int, decisions: int) -> dict[str, float]:
-    """Seconds of a row's parts, and their share of what the model takes for as many decisions."""
+    """Seconds of a row's parts, and their fraction of the model's time for the same number of decisions."""
     objective, (rollouts, outputs) = get(row), batch(rows, decisions)
     ready = objective.compute_advantages(rollouts)
     counts = objective.denominators(ready)

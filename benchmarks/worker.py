@@ -1,4 +1,4 @@
-"""The process of one arm: `python -m benchmarks.worker REQUEST RESULT` runs a function and writes what it returns."""
+"""The process of one arm: `python -m benchmarks.worker REQUEST RESULT` runs a function and writes its result."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def main(request: str, result: str) -> int:
-    """Answer the request in one JSON file with another; returns the exit code, 1 where the function raised."""
+    """Read a request from a JSON file and write the result to another; returns 1 if the function raised."""
     answer = answer_to(json.loads(Path(request).read_text(encoding="utf-8")))
     Path(result).write_text(json.dumps(answer), encoding="utf-8")
     return 1 if "error" in answer else 0

@@ -68,7 +68,11 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Link methods to their pages, write links out of docs/ as paths, and make every fence of code plain."""
+    """Describe the page, link methods to their pages, write links out of docs/ as paths, make fences of code plain."""
+    if "description" not in page.meta:
+        prose = (part for part in markdown.split("\n\n")[1:] if re.match(r"[A-Z]", part))
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", " ".join(next(prose, "").split()))
+        page.meta["description"] = re.match(r".{0,160}(?=\s|$)", words)[0] or None
     markdown = re.sub(r"^(\s*```\w+) .+$", r"\1", markdown, flags=re.MULTILINE)
     depth = page.file.src_uri.count("/")
     base = "" if page.file.src_uri.startswith("methods/") else "../" * depth + "methods/"

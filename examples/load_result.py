@@ -1,4 +1,4 @@
-"""Train for two steps, then load the results with transformers, peft and diffusers alone."""
+"""Train for two steps, then load the results with only transformers, peft and diffusers."""
 
 import tempfile
 from pathlib import Path
@@ -48,9 +48,9 @@ inputs = processor(text=[processor.apply_chat_template(question, add_generation_
 with torch.no_grad():
     difference = (whole(**inputs).logits - adapted(**inputs).logits).abs().max()
     tokens = whole.generate(**inputs, max_new_tokens=8, do_sample=False)
-print(f"the exported model answers {processor.batch_decode(tokens[:, inputs['input_ids'].shape[1] :])[0]!r}")
-print(f"largest difference of logits between the exported model and base with adapter: {difference:.1e}")
+print(f"response of the exported model: {processor.batch_decode(tokens[:, inputs['input_ids'].shape[1] :])[0]!r}")
+print(f"maximum logit difference between the exported model and base model plus adapter: {difference:.1e}")
 
 pipeline = DiffusionPipeline.from_pretrained(folder / "images")
 image = pipeline("a red circle", num_inference_steps=4, guidance_scale=1.0, output_type="np").images[0]
-print(f"the pipeline draws {image.shape[0]} x {image.shape[1]} pixels")
+print(f"the pipeline generates {image.shape[0]} x {image.shape[1]} pixels")

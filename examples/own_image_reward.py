@@ -8,7 +8,7 @@ from mmrl import train
 
 
 def brightness(prompts, completions, **columns):
-    """One number for each image, a uint8 array (height, width, 3)."""
+    """One number per image, a uint8 array (height, width, 3)."""
     return [float(image.mean()) / 255 for image in completions]
 
 

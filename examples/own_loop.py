@@ -1,4 +1,4 @@
-"""Your own training loop on `mmrl.core` alone: torch, without trainer, configuration or model of the suite."""
+"""Your own training loop with only `mmrl.core`: plain torch, without the suite's trainer, configuration or models."""
 
 from dataclasses import dataclass
 
@@ -45,4 +45,4 @@ for step in range(100):
         objective.loss(PolicyOutputs(logp), chunk, denominators).loss.backward()
     optimizer.step()
     if step % 20 == 0 or step == 99:
-        print(f"step {step}: {rollouts.reward.mean():.2f} of the symbols are right")
+        print(f"step {step}: {rollouts.reward.mean():.2f} of the symbols are correct")

@@ -17,7 +17,7 @@ class SoftClip(Clip):
 
     kind = "soft"
     width: float = bounded(0.2, above=0)
-    """Log-ratio at which the gradient has fallen to 42 %."""
+    """Log-ratio at which the gradient has fallen to 42%."""
 
     def __call__(self, log_ratio, logp, advantage):
         return -advantage.detach() * self.width * torch.tanh(log_ratio / self.width), {}

@@ -8,7 +8,7 @@ from mmrl.vlm.toy.digits import build_model, build_questions
 
 
 def share_of_digits(prompts, completions, **columns):
-    """One number for each answer, or None where it cannot be scored; `columns` has the other columns of the data."""
+    """One number per response, or None if it cannot be scored; `columns` has the other columns of the data."""
     return [sum(letter.isdigit() for letter in text) / len(text) if text else 0.0 for text in completions]
 
 
@@ -30,5 +30,5 @@ run = train(
     output_dir=folder / "run",
 )
 first, last = run.metrics[0], run.metrics[-1]
-print(f"digits in the first step: {first['reward/mean']:.2f}, in the last: {last['reward/mean']:.2f}")
-print(f"curves and sampled answers: {run.report()}")
+print(f"fraction of digits in the first step: {first['reward/mean']:.2f}, in the last: {last['reward/mean']:.2f}")
+print(f"curves and sampled responses: {run.report()}")

@@ -274,8 +274,7 @@ def load_omega(path: Path, change: Callable[[str], str] = str) -> Any:
 
 
 def drop_gone(stored: Any) -> None:
-    """Remove options of earlier releases from a stored configuration, at any depth; a user who sets one gets an
-    error."""
+    """Remove options of earlier releases from a stored configuration, at any depth; users who set one get an error."""
     if not hasattr(stored, "items"):
         return
     for key, (_, neighbour) in GONE.items():
@@ -388,8 +387,8 @@ def _check_builds(values: Any, merged: Any, where: str = "") -> None:
     # `build: null` over a base file's function keeps its options without harm
     if is_given and "build" not in values and merged.build is None:
         raise ValueError(
-            f"{where}build_options are set, but {where}build is not; set {where}build, or set build_options to "
-            "null")
+            f"{where}build_options are set, but {where}build is not; set {where}build, or set build_options to null"
+        )
 
 
 def _references(given: Any, read: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], str, Any]]:

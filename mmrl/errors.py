@@ -44,4 +44,6 @@ def require_packages(what: str, names: Sequence[str], extra: str) -> None:
     """Check that packages of an extra are installed, before any work starts."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
-        raise UserError(f"{what} needs {' and '.join(missing)}, which is not installed: pip install 'mmrl-suite[{extra}]'")
+        raise UserError(
+            f"{what} needs {' and '.join(missing)}, which is not installed: pip install 'mmrl-suite[{extra}]'"
+        )

@@ -1,4 +1,4 @@
-"""Bounds, choices and kinds that fields of a configuration declare in their metadata, and the one check of them all."""
+"""Bounds, choices and kinds that configuration fields declare in their metadata, and the check of all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SET, UNSET = object(), object()
 
 @dataclass(frozen=True)
 class Unless:
-    """Any value of another option but this one, for `only_with`."""
+    """Any value of another option except this one, for `only_with`."""
 
     value: Any
 
@@ -32,7 +32,7 @@ PLAIN: dict[Any, tuple[type, ...]] = {bool: (bool,), int: (Integral,), float: (R
 """Plain types and the types accepted for them, such as NumPy's numbers and paths."""
 
 hints_of: Callable[[type[Any]], dict[str, Any]] = functools.cache(typing.get_type_hints)  # type: ignore[assignment]
-"""Types of a class's annotations; a run asks for those of its configuration at each step."""
+"""Types of a class's annotations, cached because a run needs them for its configuration at each step."""
 
 
 def is_text(value: str) -> bool:
@@ -43,9 +43,9 @@ def is_text(value: str) -> bool:
 def value_problems(key: str, hint: Any, value: Any) -> Iterator[str]:
     """Yield one line for each part of a value that its annotation does not allow or that nothing can use."""
     if isinstance(value, str) and not is_text(value):
-        yield f"{key} is {value!r}; a text may hold no NUL and no half of a surrogate pair"
+        yield f"{key} is {value!r}; a text must not contain NUL or a lone surrogate"
     elif isinstance(value, int) and not -LARGEST - 1 <= value <= LARGEST:
-        yield f"{key} is a whole number of {int(value.bit_length() * 0.30103) + 1} digits; must be at most {LARGEST}"
+        yield f"{key} is an integer with {int(value.bit_length() * 0.30103) + 1} digits; must be at most {LARGEST}"
     elif isinstance(value, Real) and not isinstance(value, int) and not math.isfinite(value):
         # "without a limit" is null
         yield f"{key} is {float(value)}; must be finite"
@@ -87,7 +87,7 @@ FUNCTION = "module:function"
 class Bounds:
     """Allowed values of a field, whose numbers are finite unless `any_float` is set.
 
-    None, where the type allows it, always passes; a list is checked entry by entry.
+    None always passes if the type allows it; a list is checked entry by entry.
     """
 
     at_least: float | None = None
@@ -98,13 +98,13 @@ class Bounds:
     any_float: bool = False
     """Whether the number may also be infinite or NaN."""
     length: int | None = None
-    """Entries of a list."""
+    """Number of entries of a list."""
     choices: Callable[[], Collection[Any]] | None = None
     """The values of a choice; None for numbers."""
     or_function: bool = False
     """Whether a choice also takes the user's own `module:function`."""
     unit: str = ""
-    """Unit of the numbers, such as m or rad; empty if the field's name has it or there is none."""
+    """Unit of the numbers, such as m or rad; empty if the field's name states it or there is none."""
 
     @property
     def allowed(self) -> tuple[Any, ...]:
@@ -198,7 +198,7 @@ def bounded(default: Any = dataclasses.MISSING, **bounds: Unpack[NumberBounds]) 
 
 
 def choice(default: Any, allowed: Collection[Any] | Callable[[], Collection[Any]], *, or_function: bool = False) -> Any:
-    """A dataclass field whose value is one of a few, or of a function's result; maybe also a `module:function`."""
+    """A dataclass field with a fixed set of choices (or a function that returns it), maybe also a `module:function`."""
     choices = allowed if callable(allowed) else lambda: allowed
     return _field(default, Bounds(choices=choices, or_function=or_function))
 
@@ -215,7 +215,7 @@ def rare(default: Any) -> Any:
 
 
 def only_with(default: Any, **others: Any) -> Any:
-    """A dataclass field that nothing reads unless other options of its dataclass have certain values; refused then.
+    """A dataclass field that may only be set if other options of its dataclass have certain values.
 
     Args:
         default: as of `rare`.
@@ -240,7 +240,7 @@ def by_kind(
 
 
 def inheriting(source: str, *, own: tuple[str, ...]) -> Any:
-    """A field of named parts; options that a part does not set, except `own`, are those of the field `source`."""
+    """A field of named parts; options that a part does not set, except `own`, are inherited from the field `source`."""
     return dataclasses.field(default_factory=dict, metadata={"inherits": (source, own)})
 
 
@@ -250,7 +250,7 @@ def bounds_of(item: dataclasses.Field[Any]) -> Bounds | None:
 
 
 def part_of(hint: Any) -> tuple[type[Any] | None, str]:
-    """The dataclass that a field holds, and the suffix of its key; None if it holds none."""
+    """The dataclass inside a field, and the suffix of its key; None if there is none."""
     arguments = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         parts = [found for found in map(part_of, arguments) if found[0] is not None]
@@ -264,7 +264,7 @@ def part_of(hint: Any) -> tuple[type[Any] | None, str]:
 
 
 def default_of(item: dataclasses.Field[Any]) -> Any:
-    """Default of a field; MISSING without one."""
+    """Default of a field; MISSING if it has none."""
     if item.default_factory is not dataclasses.MISSING:
         return item.default_factory()
     return item.default
@@ -291,13 +291,13 @@ def field_problems(config: Any, where: str = "") -> Iterator[str]:
 
 
 def check_fields(config: Any, where: str = "") -> None:
-    """Refuse the first value outside its field's bounds; see `field_problems`."""
+    """Raise an error for the first value outside its field's bounds; see `field_problems`."""
     for problem in field_problems(config, where):
         raise ConfigError(problem)
 
 
 def parts_of(config: Any) -> Iterator[Any]:
-    """Yield the dataclasses inside a dataclass, in lists and dictionaries too, those inside a part before it."""
+    """Yield the dataclasses inside a dataclass, also in lists and dictionaries, inner ones first."""
     for item in dataclasses.fields(config):
         for _, part in _nested(getattr(config, item.name), ""):
             yield from parts_of(part)
@@ -305,7 +305,7 @@ def parts_of(config: Any) -> Iterator[Any]:
 
 
 def check_config(config: Any, where: str = "") -> None:
-    """Check a dataclass by all that it declares: bounds of fields, then `validate` of its parts and its own."""
+    """Check everything that a dataclass declares: bounds of fields, then `validate` of its parts and its own."""
     check_fields(config, where)
     # parts before the whole, which may rely on them
     for part in (*parts_of(config), config):

@@ -1,4 +1,4 @@
-"""Files that somebody else may have written are read within bounds; the suite's own are written atomically."""
+"""Read files that someone else may have written within limits, and write the suite's own files atomically."""
 
 from __future__ import annotations
 
@@ -23,33 +23,35 @@ if TYPE_CHECKING:
     from PIL import Image
 
 DRAFT = re.compile(r"\..*\.(\d+)\.partial(\..*)?", re.DOTALL)
-"""Names that `replaced` writes to, with the number of the process."""
+"""Temporary names that `replaced` writes to; they contain the process id."""
 INSTALLED = Path(__file__).resolve().with_name("configs")
 CONFIGS = INSTALLED if INSTALLED.is_dir() else INSTALLED.parents[1] / "configs"
 """Configurations of the suite: inside the package of an installed wheel, at the root of a checkout."""
 LONGEST_NAME = 255
-"""Bytes of the name of a file or folder."""
+"""Maximum length of the name of a file or folder, in bytes."""
 LARGEST_TEXT = 64 * 2**20
-"""Bytes of a file that is read as a whole, such as settings or a log."""
+"""Maximum size of a file that is read as a whole, such as settings or a log, in bytes."""
 LARGEST_YAML = 2**21
 LARGEST_LINES = 2**30
-"""Bytes of a JSON Lines file of a run."""
+"""Maximum size of a JSON Lines file of a run, in bytes."""
 LONGEST_LINE = 32_000_000
-"""Bytes of a line of a JSON Lines file; a longer one is damaged, or holds images that belong in files."""
+"""Maximum length of a line of a JSON Lines file, in bytes; a longer one is damaged, or contains images that belong in
+files."""
 DEEPEST = 100
-"""Levels of nested JSON or YAML."""
+"""Maximum nesting depth of JSON or YAML."""
 MOST_DIGITS = 300
 MOST_NODES = 100_000
-"""Keys and values of a YAML file, with those that an alias repeats, and one more for each 64 characters of a text."""
+"""Maximum number of keys and values of a YAML file, counting repetitions by aliases, and one more for each 64
+characters of a text."""
 
 LONGEST_LABEL = 100
-"""Bytes of a name that names of files are made of, which file systems limit to 255."""
+"""Maximum length in bytes of a name that file names are built from; file systems limit these to 255."""
 IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
-"""Formats of images, as Pillow names them. Its decoders of others, some of which start programs, see no file."""
+"""Image formats by their Pillow names. Other decoders of Pillow, some of which start programs, never see a file."""
 
 
 def without_scheme(path: str) -> str:
-    """The path of a file:// address, whose special characters are written as %20 and the like; others as they are."""
+    """The path of a file:// URL with percent-encoding decoded; other paths stay as they are."""
     if not path.startswith("file://"):
         return path
     plain = path.removeprefix("file://").removeprefix("localhost")
@@ -57,17 +59,17 @@ def without_scheme(path: str) -> str:
 
 
 def label_problem(name: str) -> str:
-    """Reason why a name cannot be a part of names of files; empty if it can."""
+    """Reason why a name cannot be part of a file name; empty if it can."""
     if not name.strip() or name.startswith("."):
         return "it must not be empty or begin with a dot"
     if found := re.search(r"[/\\\x00-\x1f\x7f\ud800-\udfff]", name):
-        return f"it must not have {found[0]!a}"
+        return f"it must not contain {found[0]!a}"
     length = len(os.fsencode(name))
-    return f"it has {length} bytes; {LONGEST_LABEL} are allowed" if length > LONGEST_LABEL else ""
+    return f"it has {length} bytes; at most {LONGEST_LABEL} are allowed" if length > LONGEST_LABEL else ""
 
 
 def shortened_name(name: str, most: int = LONGEST_LABEL) -> str:
-    """A part of a file's name of at most so many bytes; a longer one is cut and ends in a digest of all of it."""
+    """Part of a file name with at most `most` bytes; a longer one is cut and ends in a digest of the whole name."""
     content = name.encode("utf-8", "surrogatepass")
     if len(content) <= most:
         return name
@@ -75,7 +77,7 @@ def shortened_name(name: str, most: int = LONGEST_LABEL) -> str:
 
 
 def own_config(path: Path) -> Path:
-    """A path as it is, but the suite's own file where `configs/...` is not in the working folder."""
+    """The path itself, or the suite's own file if `configs/...` does not exist in the working folder."""
     own = CONFIGS.joinpath(*path.parts[1:])
     return own if path.parts[:1] == ("configs",) and not path.exists() and own.exists() else path
 
@@ -95,7 +97,7 @@ def open_file(path: Path | str, most: int | None = None) -> BufferedReader:
     if not stat.S_ISREG(found.st_mode):
         raise UserError(f"{path} is {_kind_of(found.st_mode)}, not a file")
     if most is not None and found.st_size > most:
-        raise UserError(f"{path} has {found.st_size} bytes; such a file may have at most {most}")
+        raise UserError(f"{path} has {found.st_size} bytes; at most {most} are allowed")
     # a pipe that takes the file's place between the two calls must not block
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0)))
 
@@ -115,7 +117,7 @@ def _reading(path: Path | str) -> Iterator[None]:
 
 
 def read_file(path: Path | str, most: int = LARGEST_TEXT) -> bytes:
-    """Read a file of at most so many bytes; raises UserError and OSError as `open_file` does."""
+    """Read a file of at most `most` bytes; raises UserError and OSError like `open_file`."""
     with open_file(path, most) as file, _reading(path):
         # files of /proc and those that still grow are longer than their size says; read(most) would take it all at once
         parts, size = [], 0
@@ -123,12 +125,12 @@ def read_file(path: Path | str, most: int = LARGEST_TEXT) -> bytes:
             parts.append(part)
             size += len(part)
     if size > most:
-        raise UserError(f"{path} has more than {most} bytes; such a file may have at most that many")
+        raise UserError(f"{path} has more than {most} bytes, which is the limit")
     return b"".join(parts)
 
 
 def read_text(path: Path | str, most: int = LARGEST_TEXT, errors: str = "strict") -> str:
-    """Read a UTF-8 file of at most so many bytes, with the line ends of Unix; raises as `open_file` does."""
+    """Read a UTF-8 file of at most `most` bytes, with Unix line ends; raises the same errors as `open_file`."""
     try:
         text = read_file(path, most).decode("utf-8", errors)
     except UnicodeDecodeError as error:
@@ -137,7 +139,7 @@ def read_text(path: Path | str, most: int = LARGEST_TEXT, errors: str = "strict"
 
 
 def read_lines(path: Path | str, most: int | None = LARGEST_LINES, longest: int = LONGEST_LINE) -> Iterator[bytes]:
-    """Lines of a file; of one with more than `longest` bytes only the start, which is one byte longer than that."""
+    """Lines of a file; a line with more than `longest` bytes is cut to `longest` + 1 bytes."""
     with open_file(path, most) as file, _reading(path):
         while line := file.readline(longest + 1):
             yield line
@@ -147,7 +149,7 @@ def read_lines(path: Path | str, most: int | None = LARGEST_LINES, longest: int 
 
 
 def last_line(path: Path | str) -> str:
-    """The last line of a log that is not empty; a sentence if there is none."""
+    """The last non-empty line of a log; a sentence if there is none."""
     try:
         with open_file(path) as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - 2**16))
@@ -158,7 +160,7 @@ def last_line(path: Path | str) -> str:
 
 
 def parse_json(text: str | bytes, **options: Any) -> Any:
-    """Parse JSON, with options of `json.JSONDecoder`; raises ValueError, also for content that is nested too deeply."""
+    """Parse JSON, with options of `json.JSONDecoder`; raises ValueError, also for content nested too deeply."""
     if isinstance(text, bytes):
         text = text.decode(json.detect_encoding(text))
     try:
@@ -175,7 +177,7 @@ def parse_json(text: str | bytes, **options: Any) -> Any:
 def _whole_number(text: str) -> int:
     """A whole number that a float can be made of, which is no limit for what the suite writes."""
     if len(text) > MOST_DIGITS:
-        raise ValueError(f"it holds a number of {len(text)} digits")
+        raise ValueError(f"it contains a number with {len(text)} digits")
     return int(text)
 
 
@@ -191,15 +193,15 @@ def _is_deep(content: Any) -> bool:
 
 
 def read_json_object(path: Path, **options: Any) -> dict[str, Any]:
-    """Read a JSON file of settings, which a user may have edited, with options of `json.JSONDecoder`."""
+    """Read a JSON settings file that a user may have edited, with options of `json.JSONDecoder`."""
     if not os.path.exists(path):
-        raise UserError(f"there is no file {path}")
+        raise UserError(f"file not found: {path}")
     try:
         content = parse_json(read_file(path), **options)
     except (OSError, ValueError) as error:
-        raise UserError(f"{path} cannot be read, it is not valid JSON: {' '.join(str(error).split())}") from error
+        raise UserError(f"{path} is not valid JSON: {' '.join(str(error).split())}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} must hold an object, it holds a {type(content).__name__}")
+        raise UserError(f"{path} must contain a JSON object, but it contains a {type(content).__name__}")
     return content
 
 
@@ -216,7 +218,7 @@ def read_yaml_text(path: Path | str, errors: str = "strict") -> str:
 
 
 def read_yaml(path: Path | str, errors: str = "strict") -> Any:
-    """Plain content of a YAML file; raises UserError and OSError as `read_yaml_text` does."""
+    """Plain content of a YAML file; raises UserError and OSError like `read_yaml_text`."""
     return parse_yaml(read_text(path, LARGEST_YAML, errors), path)
 
 
@@ -237,7 +239,7 @@ def parse_yaml(text: str, place: Path | str) -> Any:
 
 
 def check_yaml(text: str, place: Path | str) -> None:
-    """Refuse text that is not YAML, or whose content is too large once its aliases are written out."""
+    """Reject text that is not YAML, or whose content is too large once its aliases are expanded."""
     import yaml
 
     try:
@@ -261,7 +263,7 @@ def _yaml_problem(text: str) -> str:
             sizes[anchor] = count - before
         elif isinstance(event, yaml.AliasEvent):
             if any(anchor == event.anchor for anchor, _ in parents):
-                return f"the anchor &{event.anchor} holds an alias of itself"
+                return f"the anchor &{event.anchor} contains an alias of itself"
             count += sizes.get(event.anchor, 0)
         elif isinstance(event, yaml.ScalarEvent):
             # a long text counts as several, or many aliases of it would grow unnoticed
@@ -269,7 +271,7 @@ def _yaml_problem(text: str) -> str:
             count += sizes[event.anchor]
         count += isinstance(event, yaml.NodeEvent)
         if count > MOST_NODES:
-            return f"it has more than {MOST_NODES} keys and values, with those that aliases repeat"
+            return f"it has more than {MOST_NODES} keys and values, counting those repeated by aliases"
         if len(parents) > DEEPEST:
             return f"it is nested more than {DEEPEST} levels deep"
     return ""
@@ -296,13 +298,13 @@ def open_image_file(source: BinaryIO, formats: Sequence[str] = IMAGE_FORMATS) ->
     # these look at the first bytes alone; formats without such a mark cannot be named
     known = (name for name, (_, accepts) in Image.OPEN.items() if accepts and accepts(start))
     name = next((name for name in known if name not in formats), None)
-    problem = "it is damaged or no image" if name is None else f"it is a {name} image"
+    problem = "it is damaged or not an image" if name is None else f"it is a {name} image"
     raise UnidentifiedImageError(f"{problem}; allowed formats are {', '.join(formats)}")
 
 
 @contextmanager
 def replaced(path: Path) -> Iterator[Path]:
-    """Put a file or folder in place at once, so that a reader or a kill never sees half of it."""
+    """Put a file or folder in place atomically, so that neither a reader nor a kill leaves a partial one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_name(f".{shortened_name(path.stem, 200)}.{os.getpid()}.partial{path.suffix}")  # as in DRAFT
     _remove(draft)
@@ -318,7 +320,7 @@ def replaced(path: Path) -> Iterator[Path]:
 
 
 def follow_umask(path: Path) -> None:
-    """Give a file, or those of a folder, that only their owner may read the permissions of an ordinary new file.
+    """Give a file (or the files of a folder) readable only by its owner the permissions of an ordinary new file.
 
     safetensors makes weights readable by their owner only, regardless of the umask.
     """
@@ -333,7 +335,7 @@ def follow_umask(path: Path) -> None:
 
 
 def remove_drafts(folder: Path, name: str = "") -> None:
-    """Remove unfinished drafts that killed processes left of `replaced`, in a folder and its subfolders.
+    """Remove the drafts that `replaced` left in a folder and its subfolders when a process was killed.
 
     `name` removes those of one entry of the folder alone, where the folder is somebody else's.
     """
@@ -357,7 +359,7 @@ def _is_another(pid: int) -> bool:
 
 
 def expanded(path: Path | str) -> Path:
-    """A path with `~` as the home folder; one of a user who does not exist stays as it is."""
+    """A path with `~` expanded; if the user does not exist, it stays as it is."""
     try:
         return Path(path).expanduser()
     except RuntimeError:
@@ -373,7 +375,7 @@ def is_file(path: Path | str) -> bool:
 
 
 def output_folder(path: Path | str, what: str = "") -> Path:
-    """The path of a folder to write to, which need not exist; `what` names the option in messages.
+    """The path of a folder to write to, which need not exist; `what` is the name of the option in messages.
 
     Raises:
         UserError: what stands in its way.
@@ -382,14 +384,14 @@ def output_folder(path: Path | str, what: str = "") -> Path:
 
 
 def output_file(path: Path | str) -> Path:
-    """The path of a file to write; raises UserError with what stands in its way."""
+    """The path of a file to write; raises UserError with the reason if it cannot be written."""
     return _checked_output(Path(path), "", folder=False)
 
 
 def _checked_output(path: Path, what: str, *, folder: bool) -> Path:
     longest = max((len(os.fsencode(part)) for part in path.parts), default=0)
     if longest > LONGEST_NAME:
-        raise UserError(f"{what}{path} has a name of {longest} bytes; file systems allow {LONGEST_NAME}")
+        raise UserError(f"{what}{path} has a name of {longest} bytes; file systems allow at most {LONGEST_NAME}")
     try:
         for place in (path, *path.absolute().parents):
             if place.is_symlink() and not place.exists():
@@ -399,7 +401,9 @@ def _checked_output(path: Path, what: str, *, folder: bool) -> Path:
         if (folder or place != path) and not place.is_dir():
             raise UserError(f"{what}{path}: {place} is not a folder; choose another path")
         if not folder and place == path and not path.is_file():
-            raise UserError(f"{what}{path} is {'a folder' if path.is_dir() else 'no file'}; choose another path")
+            raise UserError(
+                f"{what}{path} is {'a folder' if path.is_dir() else 'not a regular file'}; choose another path"
+            )
         if not os.access(place, os.W_OK):
             raise UserError(f"{what}{path}: {place} cannot be written; choose another path")
     except OSError as error:  # such as a path that is too long as a whole

@@ -14,7 +14,7 @@ class Finding:
     """One line of the table."""
 
     area: str
-    """Group of lines it belongs to."""
+    """Group of lines that it belongs to."""
     name: str
     """Subject of the check."""
     state: str
@@ -22,7 +22,7 @@ class Finding:
     found: str
     """Version, amount or condition."""
     advice: str = ""
-    """Remedy; empty where none is needed."""
+    """Remedy; empty if none is needed."""
 
 
 def install_command(extra: str) -> str:

@@ -15,24 +15,24 @@ from mmrl.errors import NoPlan, UserError
 from mmrl.workers.loading import LoadError, check_allowed
 
 PACKAGES = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "diffusion", "robotics")
-"""Packages with recipes, in the order of lists; each builds on earlier ones alone."""
+"""Packages with recipes, in the order in which they are listed; each builds only on earlier ones."""
 CONTRIB = ("mmrl.contrib.language", "mmrl.contrib.agents", "diffusion.contrib", "robotics.contrib")
-"""Packages with recipes that the library does not promise everything for. Their `entries` are read when the library
-has no recipe of a name; EXTENDS there names the package whose plan, preview, reader and metrics they share. BUILDS_ON
-of a package names the one whose metrics its recipes have too."""
+"""Packages whose recipes have fewer guarantees than those of the library. Their `entries` are read when the library has
+no recipe of a name; EXTENDS there names the package whose plan, preview, reader and metrics they share. BUILDS_ON of a
+package names the one whose metrics its recipes have too."""
 WORLDS = ("toy", "scenes")
-"""Folders of the packages with what is made up to show things. Only their own tables name their modules."""
+"""Folders of the packages with toy tasks. Only the tables of these folders refer to their modules."""
 
 
 def find_recipe(name: str, where: str = "configuration") -> RecipeEntry:
-    """Look a recipe up by its name, in the library and then in contrib, or by `module:RecipeClass:ConfigClass`."""
+    """Look up a recipe by name, first in the library and then in contrib, or by `module:RecipeClass:ConfigClass`."""
     found = RECIPES.get(name) or EVALUATIONS.get(name) or contrib_recipes().get(name)
     if found is not None:
         return found
     if name.count(":") == 2:
         return _user_recipe(name, where)
     raise UserError(
-        f"{where}: unknown recipe '{name}'; {_hint(name)}there are: "
+        f"{where}: unknown recipe '{name}'; {_hint(name)}available: "
         f"{', '.join((*RECIPES, *EVALUATIONS, *contrib_recipes()))}, or module:Recipe:Config"
     )
 
@@ -45,7 +45,7 @@ def contrib_recipes() -> dict[str, RecipeEntry]:
 
 
 def shown_name(recipe: str, objective: str) -> str:
-    """Name of a run's method for people: `vlm` trains language models too, so only its objective is named."""
+    """Human-readable name of a run's method: `vlm` trains language models too, so only its objective is named."""
     return objective if recipe == "vlm" and objective else recipe
 
 
@@ -83,13 +83,13 @@ def _user_recipe(name: str, where: str) -> RecipeEntry:
 
 
 def package_tables(name: str, packages: Sequence[str] = PACKAGES) -> list[Any]:
-    """Collect a table of each package's `entries` that has it: RECIPES, EVALUATIONS or METRICS."""
+    """Collect a table from the `entries` of each package that has it: RECIPES, EVALUATIONS or METRICS."""
     modules = [importlib.import_module(f"{package}.entries") for package in packages]
     return [getattr(module, name) for module in modules if hasattr(module, name)]
 
 
 def world_table(name: str) -> dict[str, Any]:
-    """Merge a table that worlds have in their `__init__`: DEMOS, IMAGE_REWARDS, SIMULATORS, ..."""
+    """Merge a table that toy tasks define in their `__init__`: DEMOS, IMAGE_REWARDS, SIMULATORS, ..."""
     found: dict[str, Any] = {}
     for world in (f"{package}.{folder}" for package in PACKAGES for folder in WORLDS):
         if importlib.util.find_spec(world):
@@ -98,7 +98,7 @@ def world_table(name: str) -> dict[str, Any]:
 
 
 def metric_tables(recipe: str) -> list[dict[str, str]]:
-    """The METRICS of the packages that a recipe's builds on, and of its own, which comes last.
+    """The METRICS of the packages that a recipe's package builds on, followed by its own.
 
     Of all packages for an unknown recipe.
     """
@@ -115,7 +115,7 @@ def metric_tables(recipe: str) -> list[dict[str, str]]:
 
 
 def plan_of(entry: RecipeEntry) -> Any:
-    """The function of configurations to `mmrl.training.plan.Plan` of a recipe's package; NoPlan without one."""
+    """The function that maps a recipe's configuration to a `mmrl.training.plan.Plan`; NoPlan if there is none."""
     target = _own_entries(entry, "PLAN")
     if target is None:
         raise NoPlan(f"there is no plan for the recipe '{entry.name}'")
@@ -123,13 +123,13 @@ def plan_of(entry: RecipeEntry) -> Any:
 
 
 def preview_of(entry: RecipeEntry) -> Any:
-    """The function of a configuration and a recipe without a model to lines on the run's data; None without one."""
+    """The function of a configuration and a recipe without a model that describes a run's data in lines, or None."""
     target = _own_entries(entry, "PREVIEW")
     return load_target(target) if target else None
 
 
 def reader_of(entry: RecipeEntry) -> Any:
-    """The function that reads a set of a recipe's data on its own; None without one."""
+    """The function that reads one dataset of a recipe separately; None if there is none."""
     target = _own_entries(entry, "READER")
     return load_target(target) if target else None
 
@@ -150,4 +150,4 @@ def _entries_of(entry: RecipeEntry) -> Any:
 
 RECIPES: dict[str, RecipeEntry] = {entry.name: entry for table in package_tables("RECIPES") for entry in table}
 EVALUATIONS: dict[str, RecipeEntry] = {entry.name: entry for table in package_tables("EVALUATIONS") for entry in table}
-"""Recipes that are only evaluated, never trained."""
+"""Recipes that can only be evaluated, not trained."""

@@ -1,4 +1,4 @@
-"""Files from elsewhere name no code that runs unasked.
+"""Files from elsewhere cannot run code without permission.
 
 Configurations inside runs, ledgers, experiments and saved policies can name functions, environments and programs. What
 the suite's own configurations name may run, and so may files that this user's own runs wrote, whose digests are kept
@@ -23,7 +23,7 @@ from mmrl.files import CONFIGS
 from mmrl.workers.loading import RESTRICTED, SUITE
 
 ALLOW = "MMRL_ALLOW"
-"""Environment variable with allowed names, separated by semicolons, for use without the command line."""
+"""Environment variable with allowed names, separated by semicolons, for programs that do not use the command line."""
 NAME = re.compile(r"[^\s:]+(?: [^:]*)?\.py:[A-Za-z_][\w.]*|[A-Za-z_][\w.]*:[A-Za-z_][\w./-]*(?::[A-Za-z_]\w*)?")
 """`path/to/file.py:function`, `module:function`, `module:Recipe:Config`, and Gymnasium's `module:Name-v0`."""
 ENVIRONMENT = re.compile(r"\$\{\s*(oc\.env\s*:\s*\w+)")
@@ -32,7 +32,7 @@ PROGRAMS = ("python", "executable", "address")
 
 
 def named_code(content: Any) -> dict[str, str]:
-    """Code that nested content names outside the suite's own configurations, and the first place of each name."""
+    """Code outside the suite's own configurations that nested content refers to, with the first place of each name."""
     found: dict[str, str] = {}
     for name, place in _named(content, ""):
         found.setdefault(name, place)
@@ -66,7 +66,7 @@ def _shipped_names() -> Collection[str]:
 
 
 def check_foreign(content: Any, text: str, place: str, allow: Collection[str] = ()) -> Collection[str] | None:
-    """Refuse a file's code that is neither known nor allowed, before anything of it is imported.
+    """Raise an error if a file refers to code that is neither known nor allowed, before any of it is imported.
 
     Args:
         content: of the file, nested.
@@ -88,8 +88,8 @@ def check_foreign(content: Any, text: str, place: str, allow: Collection[str] = 
         listed = "; ".join(f"{name} ({where})" for name, where in refused.items())
         options = " ".join(f"--allow {_quoted(name)}" for name in refused)
         raise UserError(
-            f"{place} was not written by a run of yours and names code that would run here: {listed}. Read that code; "
-            f"if you trust it, add {options}, or set {ALLOW}"
+            f"{place} was not written by one of your runs and refers to code that would run here: {listed}. Read "
+            f"that code; if you trust it, add {options}, or set {ALLOW}"
         )
     return found.keys()
 
@@ -100,7 +100,7 @@ def _quoted(name: str) -> str:
 
 @contextlib.contextmanager
 def restricted(names: Collection[str] | None) -> Iterator[None]:
-    """Load no functions but the suite's own and these, also in processes that are started meanwhile; None = any."""
+    """Only allow functions of the suite and these to be loaded, also in processes started meanwhile; None = any."""
     if names is None:
         yield
         return
@@ -116,7 +116,7 @@ def restricted(names: Collection[str] | None) -> Iterator[None]:
 
 
 def remember(content: Any, text: str) -> None:
-    """Note that a run of this user wrote a file that names code; if that cannot be noted, `--allow` is needed."""
+    """Record that a run of this user wrote a file that refers to code; if that fails, `--allow` is needed."""
     if not named_code(content) or is_known(text):
         return
     file = _known_file()

@@ -121,8 +121,7 @@ METRICS = {
     "srpo/tasks_without_reference": "Fraction of the step's tasks or initial states with no success to compare with.",
     "srpo/tasks_with_fallback": "Fraction of the step's initial states that use the successes of other initial states.",
     "srpo/agreement": (
-        "Spearman rank correlation of the reward with the simulator's own, over failures from the same initial "
-        "state."
+        "Spearman rank correlation of the reward with the simulator's own, over failures from the same initial state."
     ),
     "srpo/advantage_correlation": "Correlation of the advantages with those from the simulator's own reward.",
     "srpo/invalid_latents": "Number of episodes so far that could not be embedded; they are not trained on.",

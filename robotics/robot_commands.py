@@ -18,7 +18,7 @@ def setup(name: str, folder: Path | None, say: Say) -> None:
 
 
 def experts(name: str, episodes: int, options: Sequence[str], say: Say, replay: bool = False) -> bool:
-    """Run the experts of all tasks and print how often they succeed; returns whether no environment failed.
+    """Run the experts of all tasks and print their success; returns whether all environments ran without failing.
 
     Args:
         name: tabletop, metaworld, or another simulator with experts.
@@ -37,7 +37,7 @@ def experts(name: str, episodes: int, options: Sequence[str], say: Say, replay: 
     if episodes < 1:
         raise UserError(f"--episodes is {episodes}; must be at least 1")
     if replay and episodes < 2:
-        raise UserError(f"--episodes is {episodes}; --replay needs at least 2, one to replay in another")
+        raise UserError(f"--episodes is {episodes}; --replay needs at least 2, so that one can be replayed in another")
     sim = open_sim(config)
     rows = []
     try:
@@ -86,5 +86,7 @@ def play(
 
         actor = PolicyActor(Path(policy), settings.temperature, seed, settings.step, allow)
     else:
-        raise UserError(f"--policy is '{policy}'; there are {', '.join(ACTORS)}, and no such folder of a run or policy")
+        raise UserError(
+            f"--policy is '{policy}', which is neither one of {', '.join(ACTORS)} nor the folder of a run or policy"
+        )
     run(task, actor, settings, say, episodes=episodes, seed=seed, video=video, strip=strip)

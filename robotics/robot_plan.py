@@ -30,15 +30,15 @@ from robotics.policies.base.saved import make_config, read_config
 from robotics.policies.policy_loading import ONE_CAMERA, ActionPolicyConfig, load_action_policy, model_settings
 
 ACTION = 7
-"""Entries of an action where no simulator is asked: those of an arm with a gripper."""
+"""Number of action entries if no simulator is queried: an arm with a gripper."""
 HORIZON = 300
-"""Control steps of an episode where `sim.horizon` leaves it to the task and no simulator is asked."""
+"""Control steps of an episode if `sim.horizon` leaves it to the task and no simulator is queried."""
 PROMPT = 32
-"""Tokens of an instruction in its prompt, the image aside."""
+"""Tokens of an instruction in its prompt, without the image."""
 
 
 def footprint(config: Any, *, passes: bool = True, recipe: Any = None) -> Plan:
-    """Plan a run whose episodes all last for the longest time allowed.
+    """Plan a run, assuming that all episodes have the maximum length.
 
     Without passes, the plan covers only what is held between them: weights, gradients, moments, averages and copies; a
     small policy has no such plan. With a `recipe`, whose simulator a large policy is not asked to fit, what is assumed
@@ -51,11 +51,11 @@ def footprint(config: Any, *, passes: bool = True, recipe: Any = None) -> Plan:
             world = _outlined(config)
         return planned(_flow_facts(config, world), trainer, passes=passes)
     if not isinstance(model, ActionPolicyConfig):
-        raise NoPlan(f"there is no plan for the recipe '{config.recipe}'")
+        raise NoPlan(f"no memory plan for the recipe '{config.recipe}'")
     folder = expanded(model_folder(model.path)) if model.path else None
     kind = model.kind if folder is None else str(read_config(folder).get("kind"))
     if kind not in KINDS and ":" not in kind:  # a class or function of the user's own is simply made
-        raise NoPlan(f"there is no plan for a policy of model.kind {kind}; there is one for: {', '.join(KINDS)}")
+        raise NoPlan(f"no memory plan for a policy of model.kind {kind}; available for: {', '.join(KINDS)}")
     if kind in LARGE:
         ensure_torchvision()
         with torch.device("meta"):
@@ -77,7 +77,7 @@ class _Policy:
 
     network: nn.Module
     logits: Callable[[int], Tensor]
-    """A scalar of a pass through so many observations."""
+    """A scalar from a pass through the given number of observations."""
     chunk: int
     horizon: int
     assumed: str
@@ -95,7 +95,7 @@ def _facts(config: Any, policy: _Policy) -> Facts:
             return policy.logits(rows)
 
     what = "transitions" if clones else f"episodes of {policy.horizon} steps, {looks} observations each"
-    at_once = f"{sizes.chunk} {'transitions' if clones else 'episodes'} at once"
+    at_once = f"{sizes.chunk} {'transitions' if clones else 'episodes'} per micro-batch"
     return Facts(
         network=policy.network,
         learn=lambda: once(sizes.chunk * looks),
@@ -161,7 +161,7 @@ def _openvla(config: Any, folder: Path | None) -> _Policy:
         settings = make_config(OpenVlaConfig, {**known, "folder": str(folder)}, str(folder))
     place = expanded(settings.folder) / "config.json"
     if not place.is_file() and settings.folder not in PUBLISHED:
-        raise UserError(f"there is no {place}; known without a folder: {', '.join(PUBLISHED)}")
+        raise UserError(f"{place} not found; these can be planned without a folder: {', '.join(PUBLISHED)}")
     entries = read_json_object(place) if place.is_file() else PUBLISHED[settings.folder]
     network = Prismatic(entries, getattr(torch, settings.dtype))
     if settings.train == "language_model":
@@ -239,11 +239,11 @@ def _flow_facts(config: Any, model: FlowWorldModel) -> Facts:
     return Facts(
         network=model,
         learn=predict(-(-sizes.chunk // group), sizes.chunk * times),
-        assumed=(f"flow of {shape}", f"{sizes.step} {what}", f"the update of {sizes.chunk} at once"),
+        assumed=(f"flow of {shape}", f"{sizes.step} {what}", f"the update of {sizes.chunk} per micro-batch"),
         passes=sizes.passes,
         act=predict(trainer.tasks_per_step, sizes.step) if samples else None,
         copies=int(samples and make_objective(config.objective).needs_reference),
-        held=[Part("averages of weights", 4 * averages_of(config) * trained)],
+        held=[Part("weight averages", 4 * averages_of(config) * trained)],
         inputs=[Part("flow and noise of a batch", sizes.chunk * times * WORKING * flows, "update")],
     )
 
@@ -269,7 +269,7 @@ def _inputs(model: FlowWorldModel, scenes: int) -> FlowInputs:
 
 
 LARGE: dict[str, Callable[[Any, Path | None], _Policy]] = {"openvla": _openvla, "vlm": _vlm}
-"""Policies whose weights are only imagined."""
+"""Policies planned without allocating their weights."""
 KINDS = tuple(dict.fromkeys((*ONE_CAMERA, *LARGE)))
 PUBLISHED: dict[str, dict[str, Any]] = read_json_object(Path(__file__).with_name("published.json"))["models"]
-"""The entries of config.json by hub id."""
+"""Entries of config.json by Hub id."""

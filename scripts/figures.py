@@ -11,7 +11,7 @@ from pathlib import Path
 
 from mmrl.comparison.experiment import load_experiment
 from mmrl.comparison.figures import stored_figure
-from mmrl.report.charts import save_png
+from mmrl.report.charts import save_svg
 
 PROJECT = Path(__file__).resolve().parent.parent
 
@@ -22,7 +22,7 @@ def main(names: Sequence[str]) -> None:
         if not names or path.stem in names:
             experiment = load_experiment(path)
             if experiment.figure.stored is not None and experiment.evidence is not None:
-                save_png(stored_figure(experiment), PROJECT / f"docs/results/{experiment.evidence.page}.png")
+                save_svg(stored_figure(experiment), PROJECT / f"docs/results/{experiment.evidence.page}.svg")
 
 
 if __name__ == "__main__":

@@ -28,15 +28,15 @@ PROJECT = Path(__file__).resolve().parent.parent
 LIBRARY = tuple(dict.fromkeys((*RECIPES, *CATALOGUE, *PREFERENCES)))
 CONTRIB = tuple(name for name in dict.fromkeys((*contrib_recipes(), *ROWS)) if name not in LIBRARY)
 TASKS = {
-    "vlm": "questions, text",
+    "vlm": "vision-language, text",
     "masked": "text (masked diffusion)",
     "agents": "agents",
-    "gui": "screens",
+    "gui": "GUI grounding",
     "diffusion": "images, videos",
     "robotics": "robots",
 }
 """Package of a recipe to what it trains on."""
-DOMAINS = {"language": "questions, text", "agents": "agents", "images": "images, videos", "robots": "robots"}
+DOMAINS = {"language": "vision-language, text", "agents": "agents", "images": "images, videos", "robots": "robots"}
 """Domain of an objective to the same words."""
 NOT_MEASURED = "not measured"
 
@@ -138,7 +138,7 @@ def page(name: str) -> str:
         ("Status", status_of(name)),
         ("Found here", "; ".join(verdicts(name))),
     ]
-    parts.append(markdown_table(("", ""), [(f"**{head}**", text) for head, text in facts if text]))
+    parts.append(markdown_table(("method", f"`{name}`"), [(head, text) for head, text in facts if text]))
     parts += [f"\n## When to use it\n\n{_when(name)}", f"\n## Configuration\n\n{_configuration(name)}"]
     if row is not None:
         parts.append(f"\n## Formula\n\n{formula(row.describe())}\n\n")
@@ -158,13 +158,13 @@ def _when(name: str) -> str:
     row, entry = ROWS.get(name), all_recipes().get(name)
     lines = []
     if entry is not None:
-        lines.append(f"Use the recipe for {' and '.join(tasks(name))} when you have {_needs(name)}.\n")
+        lines.append(f"Use the recipe (trains {', '.join(tasks(name))}) if you have {_needs(name)}.\n")
     if isinstance(row, Objective | PreferenceObjective):
         takes = [f"{DOMAINS[place.domain]} (`recipe: {place.recipe}`)" for place in places(row) if place.recipe]
         lacks = [f"- {DOMAINS[place.domain]}: {place.lacks}\n" for place in places(row) if not place.recipe]
-        lines.append(f"The objective works for {'; '.join(takes)}.\n")
+        lines.append("\nThe objective works for:\n\n" + "".join(f"- {words}\n" for words in takes))
         if lacks:
-            lines.append(f"\nNot for:\n\n{''.join(lacks)}")
+            lines.append(f"\nIt does not work for:\n\n{''.join(lacks)}")
     lines.append("\n[Choose a method](../choose.md) compares it with the alternatives.\n")
     return "".join(lines)
 
@@ -197,9 +197,8 @@ def _results(name: str) -> str:
     for stem, items in found.items():
         experiment = known[stem]
         evidence = evidence_of(experiment)
-        picture = PROJECT / f"docs/results/{evidence.page}.png"
-        if picture.is_file():
-            pictures[evidence.page] = f"![Results of {evidence.page}](../results/{evidence.page}.png)\n"
+        for picture in sorted(PROJECT.glob(f"docs/results/{evidence.page}.[ps][nv]g")):
+            pictures[evidence.page] = f"![Results of {evidence.page}](../results/{picture.name})\n"
         for item in items:
             pair = f"`{item.arm}` against `{item.against or experiment.baseline}`, {item.metric or experiment.metric}"
             note = f" ({item.note})" if item.note else ""

@@ -76,7 +76,7 @@ def test_a_figure_without_runs_states_what_its_page_states(name):
     figure, stored = experiment.figure, experiment.figure.stored
     evidence = evidence_of(experiment)
     page = (RESULTS / f"{evidence.page}.md").read_text(encoding="utf-8")
-    alt, picture = re.search(rf"!\[([^]]*)\]\(({evidence.page}\.png)\)", page).groups()
+    alt, picture = re.search(rf"!\[([^]]*)\]\(({evidence.page}\.svg)\)", page).groups()
     assert (RESULTS / picture).is_file()
     assert {arm.value for arm in stored.arms.values()} <= numbers(alt)
     on_page = numbers(page.replace(alt, ""))

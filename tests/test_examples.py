@@ -94,5 +94,5 @@ def test_evaluate_only(tmp_path):
 def test_load_result(tmp_path):
     pytest.importorskip("diffusers")
     text = run("load_result.py", tmp_path)
-    assert float(re.search(r"base with adapter: (\S+)", text)[1]) < 1e-4
-    assert "the pipeline draws 32 x 32 pixels" in text
+    assert float(re.search(r"base model plus adapter: (\S+)", text)[1]) < 1e-4
+    assert "the pipeline generates 32 x 32 pixels" in text

@@ -25,9 +25,9 @@ from mmrl.vlm.engine.rows import text_prompt
 from mmrl.vlm.vlm_recipe import VlmRecipe
 
 CHUNK = 6
-"""Rows of single turns in one pass; more would not fit into memory."""
+"""Rows of single turns per pass; more would not fit in memory."""
 TOLERANCE = 1e-5
-"""Largest difference of a log-probability between the arms, in nats."""
+"""Maximum difference of a log-probability between the arms, in nats."""
 
 
 def sample_arm(options: dict[str, Any]) -> dict[str, Any]:

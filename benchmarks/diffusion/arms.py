@@ -37,7 +37,7 @@ class RowCount:
         self.calls = 0
 
     def per_image(self, images: int) -> dict[str, float]:
-        """Rows of each kind per image that was made or trained on, and the transformer's calls in all."""
+        """Rows of each kind per image that was made or trained on, and the total number of transformer calls."""
         return {f"{name}_rows": count / images for name, count in self.rows.items()} | {"transformer_calls": self.calls}
 
     def _transformer(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

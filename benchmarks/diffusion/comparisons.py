@@ -18,14 +18,14 @@ from mmrl.errors import UserError
 ARMS = "benchmarks.diffusion.arms"
 CORPUS = ["a red circle and a blue square", "three green triangles", *map(str, range(10))]
 LATENT_LIMIT = 2e-4
-"""Largest difference of sampled latents, whose standard deviation is about 1, after 10 guided steps in float32."""
+"""Maximum difference of sampled latents, whose standard deviation is about 1, after 10 guided steps in float32."""
 VELOCITY_LIMIT = 2e-5
 GRADIENT_LIMIT = 1e-5
 """Relative error of gradients."""
 RECIPE_MINIMUM = 2.0
-"""Times that an epoch of AWM should be cheaper than one of Flow-GRPO, by image."""
+"""Minimum factor by which an epoch of AWM should be cheaper per image than an epoch of Flow-GRPO."""
 CONTROL_LIMIT = 1e-2
-"""Smallest relative change of the gradient when the negative half is detached."""
+"""Minimum relative change of the gradient when the negative half is detached."""
 
 FULL_MODEL: dict[str, Any] = {
     "layers": 6,
@@ -72,7 +72,9 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
         UserError: an unknown name, or another library to compare with.
     """
     if options.against not in (None, "diffusers"):
-        raise UserError(f"--against {options.against}: diffusion compares with diffusers only, and always does")
+        raise UserError(
+            f"--against {options.against}: the diffusion benchmarks always compare with diffusers, and only with it"
+        )
     chosen = options.chosen(NAMES)
     with tempfile.TemporaryDirectory(prefix="mmrl-bench-") as place:
         work = _Work(options, Path(place))
@@ -97,13 +99,13 @@ class _Work:
     def ratio(
         self, runs: Mapping[str, dict[str, Any]], baseline: str, ours: str, minimum: float | None = None
     ) -> dict[str, Any]:
-        """Time of the baseline over ours."""
+        """Time of the baseline divided by ours."""
         return ratio(runs, baseline, ours, self.quantity, minimum=minimum)
 
     def same(
         self, one: Arm, other: Arm, limit: float, *, relative: bool = False, above: bool = False
     ) -> dict[str, Any] | None:
-        """Check the largest difference between the results of two arms; None where one of them failed.
+        """Check the largest difference between the results of two arms; None if one of them failed.
 
         `relative` divides the norm of the difference by that of the first; with `above` they must differ by `limit`.
         """
@@ -124,7 +126,7 @@ class _Work:
         notes: Sequence[str],
         checks: Mapping[str, dict[str, Any] | None] | None = None,
     ) -> dict[str, Any]:
-        """The comparison with the checks that could be made."""
+        """The comparison with the checks that were possible."""
         made = {name: found for name, found in (checks or {}).items() if found is not None}
         return comparison(runs, ratios=ratios, checks=made, notes=notes)
 
@@ -162,9 +164,9 @@ def _rollout(work: _Work) -> dict[str, Any]:
         notes=[
             f"{work.sizes['images']} images of one prompt, batches of {work.sizes['image_batch']}, "
             f"{work.sizes['steps']} steps, guidance {work.sizes['scale']}; the cache is empty at the start of every "
-            "repetition, so a prompt that comes again in a later epoch costs less than this",
-            "the pipeline batches guidance as well; what is left to share is the text, "
-            "a small part of a guided rollout",
+            "repetition, so a prompt that recurs in a later epoch costs less than this",
+            "the pipeline also batches guidance; the only thing left to share is the text, a small part of a guided "
+            "rollout",
         ],
     )
 
@@ -178,7 +180,7 @@ def _encoding(work: _Work) -> dict[str, Any]:
     return work.comparison(
         runs,
         ratios={"time": work.ratio(runs, each.name, once.name)},
-        notes=["the embedding alone; text_encoder_mb is what leaves memory when all prompts are cached"],
+        notes=["only the embedding; text_encoder_mb is the memory freed once all prompts are cached"],
     )
 
 
@@ -204,8 +206,8 @@ def _guidance(work: _Work) -> dict[str, Any]:
             "gradient through both": work.same(both, after, CONTROL_LIMIT, relative=True, above=True),
         },
         notes=[
-            "one call has the operations of two: on a CPU that is busy with one half there is nothing to gain, "
-            "on a GPU a small batch saves launches",
+            "one call does the work of two: on a CPU that one half already saturates there is nothing to gain; on a "
+            "GPU a small batch saves kernel launches",
             "`detached after` computes both halves with a graph and cuts the negative one off its result; the backward "
             "pass then still runs through that half, on zeros",
         ],
@@ -227,7 +229,7 @@ def _batching(work: _Work) -> dict[str, Any]:
         runs,
         ratios={"time": work.ratio(runs, alone.name, together.name)},
         checks={"velocity": work.same(alone, together, VELOCITY_LIMIT)},
-        notes=["8 images of one prompt at times of their own, no guidance; equal operations"],
+        notes=["8 images of one prompt, each at its own times, no guidance; equal operations"],
     )
 
 
@@ -259,9 +261,9 @@ def _recipes(work: _Work) -> dict[str, Any]:
             "awm for flow-grpo-fast": work.ratio(runs, "flow-grpo-fast", "awm"),
         },
         notes=[
-            "the transformer passes of an epoch for each of 4 images with the published defaults, not their learning: "
-            "Flow-GRPO 10 guided steps of which 9 are trained against a reference, its fast variant 2 of them; AWM 14 "
-            "steps without guidance and 6 draws through policy, reference and EMA",
+            "the transformer passes of an epoch for each of 4 images with the published defaults, not how well they "
+            "learn. Flow-GRPO: 10 guided steps, 9 of them trained against a reference (the fast variant: 2). AWM: "
+            "14 steps without guidance, and 6 draws through policy, reference and EMA",
         ],
     )
 
@@ -278,11 +280,11 @@ def _steps(work: _Work) -> dict[str, Any]:
         ratios={"awm for flow_grpo": ratio(runs, "flow_grpo", "awm", work.quantity)},
         notes=[
             f"a whole step of the suite's loop on {settings['images']} images of two prompts, micro-batches of "
-            f"{settings['micro_batch']}, LoRA of rank 32: rollout, reward, advantages, update; random weights, so only "
-            "time and memory mean something",
+            f"{settings['micro_batch']}, LoRA of rank 32: rollout, reward, advantages, update; random weights, so "
+            "only time and memory are meaningful",
             "without --quick and --model: the transformer of Stable Diffusion 3.5 medium (24 blocks of 24 x 64, 13 "
-            "with dual attention) and an autoencoder of its widths for images of 512 pixels, and small text encoders; "
-            "their tokens are 4080 wide in place of 4096, and prompts are embedded before the steps",
+            "with dual attention) and an autoencoder of its widths for images of 512 pixels, and small text "
+            "encoders; their tokens are 4080 wide instead of 4096, and prompts are embedded before the steps",
         ],
     )
 
@@ -292,7 +294,7 @@ def _build_medium(place: Path, device: str) -> Path:
 
     from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 
-    progress("building random weights of the size of Stable Diffusion 3.5 medium")
+    progress("building random weights with the size of Stable Diffusion 3.5 medium")
     with torch.device(device):
         return build_tiny_sd3(place / "medium", corpus=CORPUS, sizes=TinySd3Sizes(**MEDIUM_MODEL))
 

@@ -53,7 +53,7 @@ def tasks_arm(arm: dict[str, Any]) -> dict[str, Any]:
 
 
 def miniwob_arm(arm: dict[str, Any]) -> dict[str, Any]:
-    """Play episodes of one click, on the button that is there."""
+    """Play episodes of one click, on the only button."""
     from mmrl.gui.browser.miniwob import MiniWobEnv
 
     with _browser() as browser:

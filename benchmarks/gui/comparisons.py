@@ -54,7 +54,7 @@ def _pages(options: BenchOptions) -> dict[str, Any]:
     ratios = {"time": ratio(runs, ANEW, REUSED, "wall_s"), "CPU time": ratio(runs, ANEW, REUSED)}
     notes = [
         f"{common['pages']} pages: HTML, loading, boxes and names of the controls, instructions, screenshot",
-        "CPU seconds are those of this process, the driver and the browser",
+        "CPU seconds include this process, the driver and the browser",
     ]
     return comparison(runs, ratios=ratios, floor={"pages_per_second": _rates(runs, "pages")}, notes=notes)
 
@@ -67,9 +67,9 @@ def _episodes(options: BenchOptions) -> dict[str, Any]:
     runs = run_arms("episodes", arms, options)
     floor = {"episodes_per_second": _rates(runs, "episodes"), "steps_per_second": _rates(runs, "steps")}
     notes = [
-        "own tasks: episodes of the experts, each of another task, a screenshot after every action",
-        "MiniWoB++: click-test, with the same page for all episodes; one action an episode",
-        "CPU seconds are those of this process, the driver and the browser",
+        "own tasks: episodes of the experts, each on a different task, with a screenshot after every action",
+        "MiniWoB++: click-test, with the same page for all episodes; one action per episode",
+        "CPU seconds include this process, the driver and the browser",
     ]
     return comparison(runs, floor=floor, notes=notes)
 

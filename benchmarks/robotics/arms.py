@@ -206,7 +206,7 @@ def _compare_images(arm: dict[str, Any], scenes: list[mujoco.MjData]) -> dict[st
         other_colours = _differing(everything, scenes, drawn)
     return {
         "pixels that differ from mujoco.Renderer without shadows and multisampling": check(other_colours, 0),
-        "pixels that show another object than with default settings": check(other_objects, 0),
+        "pixels that show a different object than with default settings": check(other_objects, 0),
     }
 
 

@@ -29,7 +29,7 @@ SIZES_PX = (64, 128, 224)
 READING = {f"reading-{size}": size for size in (64, 224, 640)}
 """Comparisons that need PyAV, and the side of their images."""
 MINIMUM, GOAL = 20.0, 40.0
-"""Least and wanted ratio of images a second to those of the default loop."""
+"""Required and target ratio of images per second to the default loop."""
 SHORT_REPETITIONS = 10
 """Repetitions of the arms that take a fraction of a second."""
 
@@ -53,7 +53,7 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
             mujoco_warp is missing.
     """
     if options.against not in (None, "mujoco"):
-        raise UserError(f"--against {options.against}: sim compares with mujoco only, and always does")
+        raise UserError(f"--against {options.against}: the sim benchmarks always compare with mujoco, and only with it")
     chosen = [name for name in options.chosen(NAMES) if name in options.only or name not in EXTRAS]
     if importlib.util.find_spec("av") is None:
         if any(name in READING for name in options.only):
@@ -99,7 +99,7 @@ def _images(options: BenchOptions, backend: str, size_px: int) -> dict[str, Any]
         notes=[
             f"{common['scenes']} scenes, {common['steps']} control steps of {common['substeps']} physics steps; "
             f"chunks of {common['chunk']} actions; the loop has one renderer for all scenes",
-            "bound: the time of the physics and of writing the images' bytes once, as if drawing cost nothing",
+            "bound: the time for the physics and for writing the images' bytes once, as if drawing were free",
         ],
     )
 
@@ -181,5 +181,5 @@ COMPARISONS: dict[str, Callable[[BenchOptions, str], dict[str, Any]]] = {
     "warp": _of_any_backend(compare_warp),
 }
 EXTRAS = ("warp",)
-"""Comparisons that run only where they are asked for: they need more than this package."""
+"""Comparisons that run only on request, because they need more than this package."""
 NAMES = tuple(COMPARISONS)

@@ -38,9 +38,9 @@ class DetectorScore:
     """One video."""
 
     iou: float
-    """Overlap of the masks; 0 where the video was rejected."""
+    """Overlap of the masks; 0 if the video was rejected."""
     precision: float
-    """Share of the found mask on the object; 0 where the video was rejected."""
+    """Fraction of the found mask that lies on the object; 0 if the video was rejected."""
     rejected: bool
     """Whether the detector rejected it."""
     cpu_s: float
@@ -60,13 +60,13 @@ class TrackerScore:
     final_translation_cm: float
     """The same for the middle of the object."""
     visible: float
-    """Share of points that the tracker calls visible."""
+    """Fraction of points that the tracker reports as visible."""
     cpu_s: float
     """Processor time."""
 
 
 def score_detector(detector: Detector, video: RgbdVideo, depth: DepthSource | None = None) -> DetectorScore:
-    """Compare a detector with the simulator's segmentation; `depth` as in `FlowExtractor`, its default when None."""
+    """Compare a detector with the simulator's segmentation; `depth` as in `FlowExtractor`, the default if None."""
     truth, start = SimSegmentation().detect(video), time.process_time()
     try:
         found = detector.detect(_measured(video, depth))
@@ -133,7 +133,7 @@ def compare_extractors(
 
 
 def summary(rows: Sequence[Row]) -> list[Row]:
-    """Medians and shares of each backend, size and noise, in the order of the rows."""
+    """Medians and fractions for each backend, size and noise, in the order of the rows."""
     keys = dict.fromkeys((row["backend"], row["size_px"], row["noise"]) for row in rows)
     return [
         _summary(key, [row for row in rows if (row["backend"], row["size_px"], row["noise"]) == key]) for key in keys
@@ -156,14 +156,16 @@ def table(rows: Sequence[Row]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison and write its files."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.robotics.flow3d_extractors", description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("runs/flow3d-extractors"), help="folder to write")
-    parser.add_argument("--sizes", type=int, nargs="+", default=[128, 256], help="pixels a side")
-    parser.add_argument("--noises", type=float, nargs="+", default=[0.0, 0.01], help="relative deviations of depth")
-    parser.add_argument("--videos", type=int, default=1, help="of each task and actor")
+    parser.add_argument("--output", type=Path, default=Path("runs/flow3d-extractors"), help="output folder")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[128, 256], help="image sizes in pixels")
+    parser.add_argument(
+        "--noises", type=float, nargs="+", default=[0.0, 0.01], help="relative standard deviations of depth"
+    )
+    parser.add_argument("--videos", type=int, default=1, help="episodes per task and actor")
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), default=[], help="default: all")
     args = parser.parse_args(argv)
     if broken := [noise for noise in args.noises if not np.isfinite(noise)]:
-        parser.error(f"--noises holds {broken[0]}; must be finite")
+        parser.error(f"--noises contains {broken[0]}; must be finite")
     rows = []
     for row in compare_extractors(args.sizes, args.noises, args.videos, args.backends):
         rows.append(row)
@@ -180,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def draw(rows: Sequence[Row], file: Path) -> None:
-    """Plot overlap of masks and errors of flow, a dot a video."""
+    """Plot overlap of masks and errors of flow, one dot per video."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -311,15 +313,15 @@ class EarlyMotion:
     tracker: PointTracker
     """Follows the grid; CoTracker in the public code."""
     grid: int = 32
-    """Points a side over the whole image."""
+    """Points per side over the whole image."""
     early_frame: int = 5
-    """Frame by which a point of the gripper has moved."""
+    """Frame by which points of the gripper have moved."""
     early_px: float = 1.0
     """Displacement of a gripper point by then, in an image of 256 pixels."""
     least_px: float = 10.0
     """Displacement of the object, in an image of 256 pixels."""
     largest_share: float = 0.25
-    """Largest share of the image that the box may cover."""
+    """Maximum fraction of the image that the box may cover."""
 
     def detect(self, video: RgbdVideo) -> BoolArray:
         """Mask the box; see `Detector`."""

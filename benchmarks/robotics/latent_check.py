@@ -72,7 +72,7 @@ class CheckedEpisode(NamedTuple):
     states: NDArray[np.float32]
     """(P, S) of the robot."""
     places: NDArray[np.float32] | None
-    """(P, 3) of the object; None where the simulator does not report it."""
+    """(P, 3) of the object; None if the simulator does not report it."""
     task: str
     state_label: str
     """Name of the initial state."""
@@ -81,7 +81,7 @@ class CheckedEpisode(NamedTuple):
     """The simulator's reward at the end."""
 
     def path(self, latent: TrajectoryLatent) -> NDArray[np.float32]:
-        """States that a latent reads; raises UserError where the simulator does not report them."""
+        """States that a latent reads; raises UserError if the simulator does not report them."""
         if latent.looks_at == "robot":
             return self.states
         if self.places is None:
@@ -101,7 +101,7 @@ def check_latents(recipe: SrpoRecipe, kinds: Sequence[str], options: CheckOption
     check_fields(options, "latent_check")
     unknown = sorted(set(kinds) - set(LATENTS))
     if unknown:
-        raise UserError(f"there is no latent {', '.join(unknown)}; there are: {', '.join(LATENTS)}")
+        raise UserError(f"unknown latent {', '.join(unknown)}; available: {', '.join(LATENTS)}")
     own = recipe.config.latent
     latents = {kind: make_latent(own if own.kind == kind else LatentConfig(kind=kind)) for kind in kinds}
     rows = _run(recipe, options.episodes, options.seed, "check")
@@ -197,7 +197,7 @@ def _steps(
     shuffled = [draws.permutation(places) for places in by_label.values()]
     fewest = min(map(len, shuffled))
     if fewest < samples:
-        raise UserError(f"an initial state has {fewest} episodes and a step takes {samples}; run more episodes")
+        raise UserError(f"an initial state has {fewest} episodes, but a step needs {samples}; run more episodes")
     for start in range(0, fewest - samples + 1, samples):
         yield (
             np.concatenate([places[start : start + samples] for places in shuffled]),
@@ -218,12 +218,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from mmrl.config import load
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.robotics.latent_check", description=__doc__)
-    parser.add_argument("config", help="an SRPO configuration, whose policy, simulator and initial states are used")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that replace the file's")
+    parser.add_argument("config", help="an SRPO configuration that provides the policy, simulator and initial states")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the file's values")
     parser.add_argument("--episodes", type=int, default=CheckOptions.episodes, help="episodes of the policy")
-    parser.add_argument("--latents", default="", help="kinds, by comma; the configuration's own if empty")
-    parser.add_argument("--deals", type=int, default=CheckOptions.deals, help="random splits of them into batches")
-    parser.add_argument("--seed", type=int, default=0, help="of the episodes and the splits")
+    parser.add_argument(
+        "--latents", default="", help="kinds of latents, comma-separated; the configuration's own if empty"
+    )
+    parser.add_argument(
+        "--deals", type=int, default=CheckOptions.deals, help="random splits of the episodes into batches"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the episodes and the splits")
     given = parser.parse_intermixed_args(arguments)
     try:
         config = load(given.config, SrpoConfig, given.overrides)

@@ -26,7 +26,7 @@ FULL: dict[str, Any] = {"environments": 4, "steps": 1000}
 QUICK: dict[str, Any] = {"environments": 2, "steps": 10}
 THEIRS, OURS, EACH, CHUNKS = "AsyncVectorEnv", "PoolVectorEnv", "PoolVectorEnv, a process each", "SubprocessSim"
 SLOWER = 1.2
-"""Times that a step may take of what it takes with `AsyncVectorEnv`."""
+"""Maximum time of a step relative to `AsyncVectorEnv`."""
 LIGHT = {"cartpole": "CartPole-v1", "pendulum": "Pendulum-v1"}
 Player = tuple[Callable[["NDArray[Any]"], "NDArray[np.float32]"], list[int]]
 """Plays the steps from a reset with seed 0 and returns (1 + steps, N, S) observations, and its processes."""
@@ -47,10 +47,10 @@ def compare_light_steps(options: BenchOptions, name: str) -> dict[str, Any]:
     timed = {way: run for way, run in runs.items() if "wall_s" in run}
     steps = {way: run["counts"]["steps"] / run["wall_s"]["total"] for way, run in timed.items()}
     notes = [
-        f"{common['environments']} environments of {LIGHT[name]}, {common['steps']} steps of each, in a process an "
-        f"environment; those of {OURS} share as many processes as there are usable cores, its default; the reset is "
+        f"{common['environments']} environments of {LIGHT[name]}, {common['steps']} steps of each, in one process "
+        f"per environment; {OURS} shares as many processes as there are usable cores, its default; the reset is "
         "timed too",
-        f"a ratio of at least {1 / SLOWER:.2f} is a step that takes at most {SLOWER} times as long",
+        f"a ratio of at least {1 / SLOWER:.2f} means that a step takes at most {SLOWER} times as long",
     ]
     return comparison(runs, ratios=found, floor={"environment_steps_per_second": steps}, notes=notes)
 

@@ -15,7 +15,7 @@ from benchmarks.harness import Arm, BenchOptions, comparison, ratio, run_arms
 
 ARM_FUNCTION = "benchmarks.robotics.throughput_arms:throughput_arm"
 SHORT_REPETITIONS = 5
-"""Repetitions, which take a second or less each."""
+"""Repetitions, each of which takes at most a second."""
 
 FULL: dict[str, Any] = {"environments": 4, "workers": 4, "steps": 48, "chunk": 8}
 QUICK: dict[str, Any] = {"environments": 2, "workers": 2, "steps": 4, "chunk": 2}
@@ -68,13 +68,13 @@ def _floor(runs: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
 def _notes(common: Mapping[str, Any]) -> list[str]:
     sights = f"states and images of {common['size_px']} px" if common["size_px"] else "states"
     return [
-        f"{common['environments']} environments, an episode of {common['steps']} control steps in each, {sights}; a "
-        f"process an environment, or {common['workers']} threads; chunks of {common['chunk']} actions",
-        "AsyncVectorEnv knows no chunks: it is given an action, and looks, at every control step; `every step` of ours "
-        "is the same work, `end of chunk` is what a policy with action chunks needs",
-        "every episode is cut off by the horizon in its last step and none ends before; a repetition is a reset of all "
-        "environments, with its observation, and these steps; AsyncVectorEnv adds no reset of its own",
-        "mujoco.rollout has only the physics, of the same joint targets, in one call: no inverse kinematics, rewards, "
-        "observations or images",
-        "CPU seconds are those of all processes; memory is that of the calling one and says nothing of the others",
+        f"{common['environments']} environments, an episode of {common['steps']} control steps in each, {sights}; "
+        f"one process per environment, or {common['workers']} threads; chunks of {common['chunk']} actions",
+        "AsyncVectorEnv has no chunks: it gets an action and observes at every control step; our `every step` does "
+        "the same work, and `end of chunk` is what a policy with action chunks needs",
+        "every episode is cut off by the horizon at its last step and none ends earlier; a repetition is a reset of "
+        "all environments, with its observation, and these steps; AsyncVectorEnv adds no reset of its own",
+        "mujoco.rollout only runs the physics, with the same joint targets, in one call: no inverse kinematics, "
+        "rewards, observations or images",
+        "CPU seconds include all processes; memory only covers the calling process",
     ]

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 TASK, ARM = "push", "panda"
 MOVED = 0.01
-"""Least difference of some entry of each final state from its start, or equality would prove nothing."""
+"""Minimum difference of some entry of each final state from its start; otherwise equality would prove nothing."""
 
 Final = dict[str, Any]
 """Arrays with a row for each environment at the end of its episode: state, image and physics, as far as known."""
@@ -154,7 +154,7 @@ def _check_ends(truncated: NDArray[np.bool_], environments: int) -> None:
     """Raise where an episode did not last to the horizon: the arms would not have done the same work."""
     reached = int(np.count_nonzero(truncated))
     if reached < environments:
-        raise RunError(f"{reached} of {environments} episodes came to the horizon; all were expected to")
+        raise RunError(f"{reached} of {environments} episodes reached the horizon; expected all of them")
 
 
 def _play_alone(arm: dict[str, Any]) -> tuple[Final, NDArray[np.float32]]:
@@ -213,7 +213,7 @@ def _physics_of(env: TabletopEnv) -> NDArray[np.float64]:
 
 
 def cpu_seconds(processes: Sequence[int]) -> float:
-    """CPU seconds so far of this process and of others; NaN where the system does not report those of others."""
+    """CPU seconds so far of this process and of others; NaN if the system does not report other processes."""
     if processes and sys.platform != "linux":
         return float("nan")
     # The number of a process's clock as clock_getcpuclockid(3) makes it; /proc counts in steps of 10 ms only.

@@ -47,7 +47,7 @@ def compare_warp(options: BenchOptions) -> dict[str, Any]:
     steps = {name: run["counts"]["control_steps"] / run["wall_s"]["total"] for name, run in timed.items()}
     notes = [
         f"an episode of {sizes['steps']} control steps of {TASK} in each environment, states only, chunks of "
-        f"{sizes['chunk']} actions; starts, scores and observations are made on the CPU in both and are timed",
+        f"{sizes['chunk']} actions; in both, resets, scores and observations are computed on the CPU and are timed",
         "mujoco: mujoco.rollout in as many threads as there are usable cores; warp: mujoco_warp in float32",
     ]
     return comparison(runs, ratios=found, floor={"control_steps_per_second": steps}, notes=notes)

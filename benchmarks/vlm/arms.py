@@ -213,7 +213,7 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
 
 
 def make_rollouts(recipe: VlmRecipe, shape: Shape, lengths: Sequence[int] = (), tasks: int = 1) -> Rollouts:
-    """Groups of random completions with rewards, advantages and old log-probs of another policy.
+    """Groups of random completions with rewards, advantages and old log-probs of a different policy.
 
     Args:
         recipe: encodes the prompts and scores the completions once.

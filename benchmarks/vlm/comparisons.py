@@ -1,4 +1,4 @@
-"""`python -m benchmarks vlm`: what computing each prompt once for its group saves in updates, sampling and whole steps.
+"""`python -m benchmarks vlm`: savings from computing each prompt once per group in updates, sampling and whole steps.
 
 The model is built from a configuration with random weights: 21.0 million of them (Qwen2.5-VL or Qwen3-VL, 6 layers of
 width 384, a tower of 3 blocks of width 256), or with `--device cuda` the sizes of Qwen2.5-VL-3B in bfloat16. Query and
@@ -40,7 +40,7 @@ IMAGES = ("video", "long-video", "papo", "equality", "turns")
 
 
 def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
-    """Run the comparisons that the options name; results of `benchmarks.harness.comparison` by name."""
+    """Run the comparisons selected by the options; results of `benchmarks.harness.comparison` by name."""
     names = options.chosen(NAMES)
     if options.against == "trl":
         check_installed()
@@ -54,7 +54,9 @@ def _without_images(names: list[str], options: BenchOptions) -> list[str]:
     """The comparisons that read text alone; raises UserError if another one was asked for."""
     if options.only and (refused := [name for name in names if name in IMAGES]):
         left = ", ".join(name for name in NAMES if name not in IMAGES)
-        raise UserError(f"--only {refused[0]} reads images, which --model {options.model} does not; there are: {left}")
+        raise UserError(
+            f"--only {refused[0]} needs images, which --model {options.model} does not support; available: {left}"
+        )
     return [name for name in names if name not in IMAGES]
 
 
@@ -105,7 +107,9 @@ def _video(bench: Bench) -> dict[str, Any]:
     ratios = _ratios(runs, name, rows, shared)
     ratios[f"{name} time over rows, tower once"] = ratio(runs, tower, shared)
     size = " x ".join(map(str, shape.grid))
-    notes = [f"{shape.frames} frames of {size} tokens a pair; decoding is not timed: sampling does it, once a prompt"]
+    notes = [
+        f"{shape.frames} frames of {size} tokens per pair; decoding is not timed: sampling does it, once per prompt"
+    ]
     return comparison(runs, ratios=ratios, notes=notes)
 
 
@@ -144,9 +148,9 @@ def _step(bench: Bench) -> dict[str, Any]:
             ratios |= _against_trl(bench, name, arm.name, runs, *targets)
     notes = [
         "one prompt with its group, no KL term, one update with AdamW and clipping at norm 1, trained vision tower",
-        "each arm samples its own tokens: the work is equal in shape, not token for token",
-        "trl: GRPOTrainer with sdpa attention, without checkpointing of activations (its default) and logging",
-        "trl defaults: the same with checkpointing of activations",
+        "each arm samples its own tokens: the work has the same shape but different tokens",
+        "trl: GRPOTrainer with sdpa attention, without activation checkpointing (its default) and without logging",
+        "trl defaults: the same with activation checkpointing",
         "memory is the peak above the loaded weights",
     ]
     if bench.options.device == "cpu":
@@ -180,8 +184,8 @@ def _papo(bench: Bench) -> dict[str, Any]:
     runs = run_arms("papo", arms, bench.options)
     ratios = _ratios(runs, name, rows, shared, **bench.targets({"minimum": 4.0, "goal": 4.5}))
     notes = [
-        "emulation: the public recipe's passes (old, reference, masked, update) in the suite's own code, in rows with "
-        "an image each; its program itself needs CUDA packages and was not run"
+        "emulation: the public recipe's passes (old, reference, masked, update) in the suite's own code, in rows "
+        "with one image each; the recipe itself needs CUDA packages and was not run"
     ]
     return comparison(runs, ratios=ratios, notes=notes)
 
@@ -221,7 +225,11 @@ def _tricks(bench: Bench) -> dict[str, Any]:
     runs = run_arms("tricks", arms, bench.options)
     ratios = {f"{name} {arm}": ratio(runs, arm, "everything on") for arm in list(off)[1:]}
     ratios[f"{name} dead groups not skipped"] = ratio(runs, *reversed(dead))
-    return comparison(runs, ratios=ratios, notes=["each ratio is the time of a step without one saving over with all"])
+    return comparison(
+        runs,
+        ratios=ratios,
+        notes=["each ratio is the time of a step without one optimisation divided by the time with all of them"],
+    )
 
 
 def _equality(bench: Bench) -> dict[str, Any]:
@@ -258,8 +266,9 @@ def _turns(bench: Bench) -> dict[str, Any]:
         ratios |= _ratios(runs, part, f"{part} anew", f"{part} once", **limits)
     notes = [
         f"{shape.group} episodes of {turns} turns: a prompt of {shape.prompt} tokens with an image of "
-        f"{shape.image_tokens}, and as much again before every later turn; answers of {shape.completion} tokens",
-        "anew: every turn reads its conversation from the beginning, images included; the update has a row a turn",
+        f"{shape.image_tokens}, and the same amount again before every later turn; responses of {shape.completion} "
+        "tokens",
+        "anew: every turn reads its conversation from the beginning, including images; the update has one row per turn",
     ]
     return comparison(runs, ratios=ratios, notes=notes)
 

@@ -1,4 +1,4 @@
-"""Whether shared prompts change anything: log-probs and gradients against rows of their own, with a negative control.
+"""Whether shared prompts change anything: log-probs and gradients against separate rows, with a negative control.
 
 The control puts the completions behind their prompt in one row under the plain causal mask, so that each sees those
 before it. A test that passes there too would prove nothing.
@@ -26,9 +26,9 @@ from mmrl.vlm.engine.rows import pack_prompts, text_prompt
 from mmrl.vlm.vlm_recipe import VlmRecipe
 
 LOGP_TOLERANCE = 5e-6
-"""Largest difference of a log-prob in float32."""
+"""Maximum difference of a log-prob in float32."""
 GRADIENT_TOLERANCE = 1e-5
-"""Largest relative difference of the gradient, Euclidean norm over all parameters."""
+"""Maximum relative difference of the gradient, Euclidean norm over all parameters."""
 CONTROL = 100.0
 """The control must differ by more than this many tolerances."""
 TASKS = 2
@@ -43,7 +43,7 @@ class _Pass:
 
 
 def equality_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Compare one forward and backward pass of shared prompts with rows of their own.
+    """Compare one forward and backward pass of shared prompts with separate rows.
 
     Two groups, completions of all lengths from 1 to T, old log-probs of another policy so that clipping is active,
     and the same in micro-batches that split the groups.

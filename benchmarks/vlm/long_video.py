@@ -1,4 +1,4 @@
-"""The comparison `long-video`: embedding every frame of a 10-minute video once, and reading what was kept of it.
+"""The comparison `long-video`: embedding every frame of a 10-minute video once, and reading the cached features.
 
 The video is drawn while it is encoded, 18,000 frames of 224 px at 30 a second: digits that drift, nothing, and a red
 flash before one digit. The CLIP is the small one of the needle recipes and the temporal agent is new; both have random
@@ -37,13 +37,13 @@ FULL = {"frames": 18_000, "scale": 4, "batch": 64, "picks": 64}
 QUICK = {"frames": 90, "scale": 1, "batch": 8, "picks": 8}
 SHOT_FRAMES, FLASH_FRAMES = 3 * FPS, FPS // 2
 MOST_MB = 2048.0
-"""Most memory of the whole process."""
+"""Maximum memory of the whole process."""
 BESIDE_BATCH = 2
-"""Decoded frames in memory further to those of a batch: the decoder's last one, and the one that is handed over."""
+"""Decoded frames in memory in addition to a batch: the decoder's last one, and the one being handed over."""
 
 
 def compare_long_video(bench: Bench) -> dict[str, Any]:
-    """Pick frames of a long video for a question, with features that are new against features that were kept."""
+    """Pick frames of a long video for a question, with new features versus cached features."""
     full = bench.full
     sizes = FULL if full else QUICK
     options = {**sizes, "folder": str(bench.options.folder / f"long-video-{sizes['frames']}"), "repetitions": 1}
@@ -57,10 +57,11 @@ def compare_long_video(bench: Bench) -> dict[str, Any]:
         "second epoch wall time": ratio(runs, "first epoch", "second epoch", "wall_s"),
     }
     notes = [
-        f"{sizes['frames']} frames of {CELL_PX * sizes['scale']} px at {FPS} a second, every one a candidate, "
-        f"{sizes['picks']} picks; first epoch: decode, embed, keep on disk, pick; second epoch: read, pick",
-        f"at most {sizes['batch']} + {BESIDE_BATCH} decoded frames are in memory at once, whatever the length",
-        "process_mb is the peak of the whole process, libraries and models included",
+        f"{sizes['frames']} frames of {CELL_PX * sizes['scale']} px at {FPS} per second, all of them candidates, "
+        f"{sizes['picks']} picks; first epoch: decode, embed, store on disk, pick; second epoch: read, pick",
+        f"at most {sizes['batch']} + {BESIDE_BATCH} decoded frames are in memory at once, regardless of the video's "
+        "length",
+        "process_mb is the peak of the whole process, including libraries and models",
     ]
     return comparison(runs, ratios=ratios, notes=notes)
 
@@ -92,7 +93,7 @@ def pick_arm(options: dict[str, Any]) -> dict[str, Any]:
 
 
 class CountingEncoder(ClipEncoder):
-    """A CLIP that counts the decoded frames which are alive while it embeds them."""
+    """A CLIP that counts the decoded frames in memory while it embeds them."""
 
     watch: Stopwatch
     alive = 0

@@ -23,20 +23,20 @@ CPU_SHAPES = {
 }
 CUDA_SHAPE = ("1200:512", Shape((25, 40), 1200, 512))
 TEXT_SHAPES = {"62:24": Shape((0, 0), 62, 24), "288:48": Shape((0, 0), 288, 48)}
-"""Whole steps of a language model that `--model` names."""
+"""Whole steps of the language model given by `--model`."""
 QUICK_SHAPE = ("40:4", Shape((2, 2), 40, 4, 4))
 TEXT_ONLY = {"qwen3": (0, 0)}
-"""Grid of the images of families that see none."""
+"""Image grid of families without images."""
 CUDA_VIDEO = ("1200:512 video", Shape((10, 10), 1200, 512, frames=20))
 QUICK_VIDEO = ("80:4 video", Shape((2, 2), 80, 4, 4, frames=4))
 
 
 class Bench:
-    """The model, the sizes and the arms that the comparisons are made of."""
+    """The model, sizes and arms of the comparisons."""
 
     def __init__(self, options: BenchOptions) -> None:
         self.packaged = options.model is not None and str(options.model) in PACKAGED
-        """Whether `--model` is a packaged model, of which the targets of whole steps of a language model are."""
+        """Whether `--model` is a packaged model; the targets for whole steps of a language model only apply to it."""
         if self.packaged:
             options = dataclasses.replace(options, model=Path(resolve_packaged(str(options.model))))
         _check(options)
@@ -54,7 +54,7 @@ class Bench:
         return {name: dataclasses.replace(shape, **grid) for name, shape in found.items()}
 
     def steps(self) -> Iterator[tuple[str, Shape, Path, bool]]:
-        """Name, shape and model of the whole steps that are measured, and whether the model is a Qwen-VL."""
+        """Name, shape and model of the measured whole steps, and whether the model is a Qwen-VL."""
         options = self.options
         if self.text:
             shapes = TEXT_SHAPES if self.full else self.shapes()
@@ -68,13 +68,13 @@ class Bench:
                 yield f"{family} {name}", own, self.build(family), False
 
     def video_shape(self) -> tuple[str, Shape]:
-        """Name and shape of a group whose prompt has a video in place of an image."""
+        """Name and shape of a group whose prompt has a video instead of an image."""
         if self.full:
             return "4:1 video", CPU_SHAPES["4:1 video"]
         return QUICK_VIDEO if self.options.quick else CUDA_VIDEO
 
     def targets(self, limits: dict[str, Any]) -> dict[str, Any]:
-        """Minimum and goal, which are those of a full run on CPUs with the default model."""
+        """Minimum and goal, which apply to a full run on CPUs with the default model."""
         usual = self.options.model is None and self.options.family == BenchOptions.family
         return limits if self.full and usual else {}
 
@@ -87,7 +87,7 @@ class Bench:
         return Arm(name, f"benchmarks.vlm.{function}", common | options, blocks=blocks, timed=timed)
 
     def small(self) -> tuple[Path, Shape]:
-        """Model and shape of comparisons that need float32 and no size, on GPUs too."""
+        """Model and shape of comparisons that need float32 but no particular size, on GPUs too."""
         shape = QUICK_SHAPE[1] if self.options.quick else CPU_SHAPES["4:1"]
         return self.options.model or self.build(self.options.family, "21m"), shape
 
@@ -96,7 +96,7 @@ class Bench:
         return self.build(self.options.family, "21m-64k")
 
     def build(self, family: str, size: str = "") -> Path:
-        """A model of a family; the size is that of the device unless one is named."""
+        """A model of a family; the size depends on the device unless one is given."""
         size = size or ("3b" if self.options.device == "cuda" else "21m")
         return build_model(self.options.folder, family, "quick" if self.options.quick else size, self.options.device)
 
@@ -108,13 +108,13 @@ def _reads_text_alone(model: Path) -> bool:
 
 def _check(options: BenchOptions) -> None:
     if options.model is not None and options.family != BenchOptions.family:
-        raise UserError("--family says which model is built, --model names one that exists; give one of them")
+        raise UserError("--family builds a model, --model uses an existing one; pass only one of them")
     if options.family in GENERIC and (options.only != ["step"] or options.device == "cuda"):
-        raise UserError(f"--family {options.family} is measured by --only step, on a CPU")
+        raise UserError(f"--family {options.family} is only supported by --only step, on a CPU")
     if options.model is not None and not (options.model / "config.json").is_file():
         raise UserError(f"--model {options.model} is not a model folder: it has no config.json")
     if options.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            raise UserError("--device cuda: there is no GPU that this PyTorch can use")
+            raise UserError("--device cuda: this PyTorch found no usable GPU")

@@ -13,7 +13,7 @@ from mmrl.errors import UserError
 
 
 def check_installed() -> None:
-    """Raise UserError with the command to install TRL where it is missing."""
+    """Raise UserError with the install command if TRL is missing."""
     from importlib.util import find_spec
 
     if find_spec("trl") is None:

@@ -55,7 +55,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
 }
 MODELS["21m-64k"] = MODELS["21m"] | {"embedding_rows": 65536}
-"""Options of `build_tiny_vlm`; 21m has 21.0 million weights, 3b the sizes of Qwen2.5-VL-3B."""
+"""Options of `build_tiny_vlm`; 21m has 21.0 million parameters, 3b the sizes of Qwen2.5-VL-3B."""
 GENERIC_MODELS: dict[str, dict[str, Any]] = {
     "quick": {"max_positions": 512},
     "21m": {name: MODELS["21m"][name] for name in ("hidden", "layers", "heads", "kv_heads", "intermediate")}
@@ -72,7 +72,7 @@ GENERIC_MODELS: dict[str, dict[str, Any]] = {
 }
 """Options of `build_tiny_generic`, of the same sizes."""
 GENERIC = ("smolvlm", "gemma3", "qwen3")
-"""Other families that are measured; the last one reads text alone."""
+"""Other measured families; the last one is text-only."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Shape:
     """Sizes of one group."""
 
     grid: tuple[int, int]
-    """Image tokens along height and width; (0, 0) for a prompt of text alone."""
+    """Image tokens along height and width; (0, 0) for a text-only prompt."""
     prompt: int
     """Tokens of the prompt P, image and text."""
     completion: int
@@ -88,7 +88,7 @@ class Shape:
     group: int = 8
     """Completions of the prompt G."""
     frames: int = 0
-    """Frames of the video that the prompt has in place of an image, an even number; 0 for an image."""
+    """Number of frames (even) if the prompt has a video instead of an image; 0 for an image."""
 
     @property
     def kind(self) -> str:
@@ -102,7 +102,7 @@ class Shape:
 
     @property
     def bound(self) -> float:
-        """How many times fewer tokens pass the layers if the prompt passes once for its group."""
+        """Ratio of tokens through the layers when the prompt is processed per completion to once per group."""
         return self.group * (self.prompt + self.completion) / (self.prompt + self.group * self.completion)
 
     @property
@@ -112,12 +112,12 @@ class Shape:
 
 
 def shape_of(options: dict[str, Any]) -> Shape:
-    """Shape that travelled as JSON."""
+    """Shape read from JSON."""
     return Shape(**options | {"grid": (options["grid"][0], options["grid"][1])})
 
 
 def build_model(folder: Path, family: str, size: str, device: str = "cpu") -> Path:
-    """Build the model of the benchmark unless it is there.
+    """Build the model of the benchmark unless it exists.
 
     Args:
         folder: where the benchmark keeps what it builds.
@@ -151,7 +151,7 @@ def build_model(folder: Path, family: str, size: str, device: str = "cpu") -> Pa
 
 
 def questions_file(folder: Path, model: Path, shape: Shape) -> Path:
-    """Write a few questions whose prompts have exactly `shape.prompt` tokens, unless they are there.
+    """Write a few questions whose prompts have exactly `shape.prompt` tokens, unless they exist.
 
     Args:
         folder: where the benchmark keeps what it builds.
@@ -181,7 +181,7 @@ def checksum_reward(prompts: list[Any], completions: list[str], **columns: Any) 
 
 
 def half_dead_reward(prompts: list[Any], completions: list[str], *, id: list[str], **columns: Any) -> list[float]:
-    """`checksum_reward` where the question's number is even; the others get the same reward for every completion."""
+    """`checksum_reward` if the question's number is even; the others get the same reward for every completion."""
     alive = [int(number) % 2 == 0 for number in id]
     return [value if live else 0.5 for value, live in zip(checksum_reward(prompts, completions), alive, strict=True)]
 
@@ -258,6 +258,6 @@ def _text_of_length(processor: Any, layout: PromptLayout, folder: Path, medium: 
         raise UserError(f"a prompt of {shape.prompt} tokens has no room for {shape.image_tokens} image tokens and text")
     if count(missing) != shape.prompt:
         raise UserError(
-            f"the prompt has {count(missing)} tokens, wanted are {shape.prompt}; is this another tokenizer?"
+            f"the prompt has {count(missing)} tokens, expected {shape.prompt}; is this a different tokenizer?"
         )
     return digit * missing

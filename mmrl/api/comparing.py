@@ -27,7 +27,7 @@ def compare(
     output_dir: str | Path | None = None,
     **common: Any,
 ) -> Table:
-    """Train several arms on the same seeds and compare their last evaluations in pairs.
+    """Train several arms on the same seeds and compare their last evaluations, paired by seed.
 
         compare({"grpo": {}, "dapo": {}}, margin=0.02, model="smollm2", data=rows, reward=score, eval_data=held_out)
 
@@ -56,9 +56,9 @@ def compare(
     names = list(arms)
     baseline = baseline or names[0]
     if baseline not in arms:
-        raise UserError(f"baseline '{baseline}' is no arm; {did_you_mean(baseline, names)}arms: {', '.join(names)}")
+        raise UserError(f"baseline '{baseline}' is not an arm; {did_you_mean(baseline, names)}arms: {', '.join(names)}")
     if not margin > 0:
-        raise UserError(f"margin is {margin}; give the smallest difference that matters, such as 0.02 for 2 points")
+        raise UserError(f"margin is {margin}; pass the smallest difference that matters, such as 0.02 for 2 points")
     chosen = list(range(1, seeds + 1)) if isinstance(seeds, int) else list(seeds)
     folder = absolute(output_dir if output_dir is not None else RUNS / "compare")
     values: dict[str, list[float]] = {name: [] for name in names}
@@ -93,7 +93,7 @@ def _last_value(run: Run, metric: str, arm: str) -> float:
     """Value of a metric in a run's last evaluation of its first split."""
     rows = run.evaluation
     if not rows:
-        raise UserError(f"arm {arm} has no evaluation; give eval_data")
+        raise UserError(f"arm {arm} has no evaluation; pass eval_data")
     split, step = rows[0]["split"], max(row["step"] for row in rows)
     last = {row["metric"]: row["value"] for row in rows if row["split"] == split and row["step"] == step}
     name = metric or next(iter(last))

@@ -1,4 +1,4 @@
-"""Arguments of `mmrl.train` as the values of a configuration, and the objects that they name."""
+"""Convert the arguments of `mmrl.train` to the values of a configuration and the objects it refers to."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import logging
 import os
 import shutil
 import sys
-import time
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -27,31 +26,31 @@ from mmrl.workers.loading import GIVEN, names_function
 
 LOGGER = logging.getLogger("mmrl")
 START = "start"
-"""Folder in a run of a model that was given loaded, with its weights at the start."""
+"""Folder in a run with the initial weights of a model that was passed as an object."""
 OTHER_NAMES = {
     "num_generations": "samples_per_task",
     "max_completion_length": "max_new_tokens",
     "max_steps": "steps",
     "beta": "objective.kl.coef",
 }
-"""Names of TRL's GRPOConfig, and those of the same options here."""
-SECTIONS = ("", "trainer", "sampler", "model", "evaluation", "objective", "episode", "data")
-"""Sections in whose order an option is looked for that is given without its section."""
+"""Option names of TRL's GRPOConfig, and the names of the same options here."""
+SECTIONS = ("trainer", "sampler")
+"""Sections whose options need no section, even if another section has an option of the same name."""
 
 
 @dataclass
 class Inputs:
-    """A configuration in the making, the objects that it names, and what else a run has to know of them."""
+    """A configuration being built, the objects it refers to, and what else a run needs to know about them."""
 
     entry: RecipeEntry
     folder: Path
     """Run folder."""
     resumes: bool = False
-    """Whether the run in it is continued."""
+    """Whether to continue the run in that folder."""
     values: dict[str, Any] = field(default_factory=dict)
-    """Nested values as in a file of the configuration."""
+    """Nested values as in a configuration file."""
     objects: dict[str, Any] = field(default_factory=dict)
-    """Objects by the names under which the configuration has them."""
+    """Objects by their names in the configuration."""
     models: dict[str, Any] = field(default_factory=dict)
     """Loaded models by the folder of their weights."""
     owned: tuple[Any, Any] | None = None
@@ -70,7 +69,7 @@ class Inputs:
         for parent in parents:
             section = section.setdefault(parent, {})
             if not isinstance(section, dict):
-                raise UserError(f"option {key} has a value inside of '{parent}', which has a value itself")
+                raise UserError(f"option {key} is inside '{parent}', which has a value itself")
         section[last] = escaped(self._named(value, last))
 
     def _named(self, value: Any, kind: str) -> Any:
@@ -120,7 +119,7 @@ def _section(entry: RecipeEntry, name: str) -> Any:
 
 
 def take_model(inputs: Inputs, model: Any) -> None:
-    """Set the model; one that is loaded already is saved once, and used as it is."""
+    """Set the model; a model that is already loaded is saved once and used as it is."""
     if model is None:
         return
     if isinstance(model, str | Path):
@@ -135,8 +134,8 @@ def take_model(inputs: Inputs, model: Any) -> None:
         section = _section(inputs.entry, "model")
         if "kind" not in {item.name for item in fields(section)}:
             raise UserError(
-                f"model is a {type(model).__name__}, which '{inputs.entry.name}' cannot train; it takes a folder, a "
-                "hub id, or a loaded model of transformers or diffusers"
+                f"model is a {type(model).__name__}, which '{inputs.entry.name}' cannot train; pass a folder, a "
+                "hub id, or a loaded transformers or diffusers model"
             )
         name = given.MODEL
         inputs.objects[name] = lambda: model
@@ -150,15 +149,16 @@ def take_model(inputs: Inputs, model: Any) -> None:
             inputs.set("evaluation", {"greedy": False, "samples": 1})
     else:
         raise UserError(
-            f"model is a {type(model).__name__}; give a folder, a hub id, the name of a packaged model, (model, "
-            "processor) of transformers, a pipeline of diffusers, or a robot policy that is a torch.nn.Module"
+            f"model is a {type(model).__name__}; pass a folder, a hub id, the name of a packaged model, a "
+            "transformers (model, processor) pair, a diffusers pipeline, or a robot policy that is a "
+            "torch.nn.Module"
         )
 
 
 def _take_network(inputs: Inputs, network: Any, processor: Any = None) -> None:
     """Take a model of transformers; its processor is read from where the model came from, unless it is given."""
     if getattr(network, "peft_config", None):
-        raise UserError("model has adapters already; give the model that they belong to, and lora=... for new ones")
+        raise UserError("model already has adapters; pass the model without adapters, and lora=... to add new ones")
     if processor is None:
         processor = _processor_of(network)
 
@@ -194,7 +194,8 @@ def _processor_of(network: Any) -> Any:
     origin = getattr(network.config, "_name_or_path", "") or getattr(network, "name_or_path", "")
     if not origin:
         raise UserError(
-            "model came without its processor, and does not say where it was loaded from; give (model, processor)"
+            "model was passed without its processor and does not record where it was loaded from; pass (model, "
+            "processor)"
         )
     with quiet_transformers():
         return load_processor(origin)
@@ -216,20 +217,18 @@ def _take_saved(
         shutil.rmtree(partial, ignore_errors=True)
         save(partial)
         partial.rename(folder)
-    else:  # the first process saves it, for all
-        while not folder.is_dir():
-            time.sleep(0.1)
+    # the other processes train the model that was passed, and read the folder only after all have joined
     inputs.models[str(folder)] = model
     inputs.set("model.path", str(folder))
     inputs.modes += [(part, part.training) for part in parts if is_module(part)]
 
 
 def take_rows(inputs: Inputs, data: Any, eval_data: Any) -> None:
-    """Set the training rows and the held-out ones."""
+    """Set the training rows and the held-out rows."""
     sets = splits_of(data, "data") if data is not None else {}
     if "" not in sets and sets:  # such as a DatasetDict
         if "train" not in sets:
-            raise UserError(f"data has the sets {', '.join(sets)}, of which none is called train")
+            raise UserError(f"data has the splits {', '.join(sets)}; none of them is called train")
         held_out = {name: rows for name, rows in sets.items() if name != "train"}
         sets = {"": sets["train"]}
         eval_data = held_out if eval_data is None and held_out else eval_data
@@ -260,7 +259,7 @@ def _take_set(inputs: Inputs, rows: Any, section: Any, key: str, name: str) -> N
     else:
         option = next((option for option in ("path", "file") if option in known), None)
         if option is None:
-            raise UserError(f"{key}: '{inputs.entry.name}' takes no rows; give the number of {count or 'tasks'}")
+            raise UserError(f"{key}: '{inputs.entry.name}' takes no rows; pass the number of {count or 'tasks'}")
         inputs.set(f"{key}.{option}", place(rows, inputs.folder / "data", name))
 
 
@@ -303,7 +302,10 @@ def take_rewards(inputs: Inputs, reward: Any) -> None:
             name = label or spec.rpartition(":")[2].rpartition(".")[2]
             term = {"function": spec} | _isolation(inputs, spec, name)
         else:
-            raise UserError(f"reward has a {type(function).__name__}; give functions, names, or (either, weight)")
+            raise UserError(
+                f"reward contains a {type(function).__name__}; pass functions or names, or (function or name, "
+                "weight) pairs"
+            )
         taken = [other["name"] for other in terms]
         unique, number = name, 2
         while unique in taken:
@@ -343,7 +345,7 @@ def _isolation(inputs: Inputs, spec: str, name: str) -> dict[str, Any]:
         reason = given.unportable(spec.partition(":")[2])
     if reason is None:
         return {}
-    LOGGER.info("reward %s runs in the training process, since it cannot be sent to another: %s", name, reason)
+    LOGGER.info("reward %s runs in the training process because it cannot be sent to another: %s", name, reason)
     return {"isolate": False}
 
 
@@ -353,11 +355,11 @@ def take_env(inputs: Inputs, env: Any) -> None:
         return
     if hasattr(env, "step") and not isinstance(env, type | str):
         raise UserError(
-            f"env is one environment, a {type(env).__name__}, and each worker needs its own; give its class, or a "
-            "function that makes one"
+            f"env is a single environment, a {type(env).__name__}, but each worker needs its own; pass its class, "
+            "or a function that creates it"
         )
     if not isinstance(env, str) and not callable(env):
-        raise UserError(f"env is a {type(env).__name__}; give a class, a function, an id of Gymnasium or module:name")
+        raise UserError(f"env is a {type(env).__name__}; pass a class, a function, a Gymnasium id or module:name")
     spec = env if isinstance(env, str) else inputs.name_of(env, "env")
     if spec.startswith(f"{GIVEN}:"):
         with given.having(inputs.objects):
@@ -380,7 +382,7 @@ def take_env(inputs: Inputs, env: Any) -> None:
 
 
 def take_settings(inputs: Inputs, settings: Mapping[str, Any]) -> None:
-    """Set options by their dotted names, or by their last part where that says which one is meant."""
+    """Set options by their dotted names, or by their last part if that is unambiguous."""
     if not settings:
         return
     from mmrl.cli.options import options_of
@@ -395,18 +397,18 @@ def take_settings(inputs: Inputs, settings: Mapping[str, Any]) -> None:
 
 
 def _found(name: str, known: set[str], recipe: str) -> str:
-    for section in SECTIONS:
-        key = f"{section}.{name}" if section else name
+    for key in (name, *(f"{section}.{name}" for section in SECTIONS)):
         if key in known:
             return key
-    others = sorted(key for key in known if key.endswith(f".{name}"))
+    deep = sorted(key for key in known if key.endswith(f".{name}"))
+    others = [key for key in deep if key.count(".") == 1] or deep
     if len(others) == 1:
         return others[0]
     if others:
-        raise UserError(f"{name} may be {', '.join(others)}; give one of them in options={{...}}")
+        raise UserError(f"{name} is ambiguous: {', '.join(others)}; pass one of them in options={{...}}")
     leaves = {key.rpartition(".")[2] for key in known} | OTHER_NAMES.keys()
     raise UserError(
-        f"'{recipe}' has no option {name}; {did_you_mean(name, leaves)}`mmrl options {recipe}` has all of them"
+        f"'{recipe}' has no option {name}; {did_you_mean(name, leaves)}`mmrl options {recipe}` lists all options"
     )
 
 
@@ -418,9 +420,9 @@ def _take_lora(inputs: Inputs, value: Any) -> None:
     elif isinstance(value, Mapping):
         inputs.set("model.lora", {"enabled": True, **value})
     else:
-        raise UserError(f"lora is {value!r}; give true, a rank, or a dict of the options of model.lora")
+        raise UserError(f"lora is {value!r}; pass true, a rank, or a dict of the options of model.lora")
 
 
 def absolute(path: str | Path) -> Path:
-    """A folder by its whole path."""
+    """Absolute path of a folder."""
     return expanded(str(path)).absolute()

@@ -1,4 +1,4 @@
-"""Which recipe, and which objective of it, the name of a method means for what is given."""
+"""Map the name of a method to a recipe and an objective, depending on the model and the environment."""
 
 from __future__ import annotations
 
@@ -12,25 +12,27 @@ from mmrl.files import expanded, read_json_object, read_yaml
 from mmrl.recipes import EVALUATIONS, all_recipes, find_recipe
 
 DOMAINS = {"language": "questions", "agents": "an agent", "images": "images", "robots": "a robot"}
-"""Domains of `mmrl.cli.explain.DOMAINS`, and what they train."""
+"""Domains of `mmrl.cli.explain.DOMAINS`, and what their recipes train."""
 PACKAGES = {"mmrl.agents": "agents", "mmrl.contrib.agents": "agents", "diffusion": "images", "robotics": "robots"}
 """Packages of recipes whose domain is not language."""
 
 
 def resolve(method: str, model: Any, env: Any) -> tuple[RecipeEntry, str]:
-    """The recipe of a method, and the objective's name where the method is one; raises UserError."""
+    """The recipe of a method, and the objective's name if the method is an objective; raises UserError."""
     if not isinstance(method, str):
-        raise UserError(f"method is a {type(method).__name__}; give a name such as 'grpo', 'papo' or 'robot_ppo'")
+        raise UserError(f"method is a {type(method).__name__}; pass a name such as 'grpo', 'papo' or 'robot_ppo'")
     if method in all_recipes() or method.count(":") == 2:
         return find_recipe(method, where="method"), ""
     if method in EVALUATIONS:
-        raise UserError(f"method '{method}' trains nothing; `mmrl evaluate` runs it")
+        raise UserError(f"method '{method}' does not train; run it with `mmrl evaluate`")
     from mmrl.cli.explain import ROWS, places
 
     if method not in ROWS:
         names = [*all_recipes(), *ROWS]
         hint = did_you_mean(method, names)
-        raise UserError(f"there is no method '{method}'; {hint}`mmrl list recipes` and `mmrl list objectives` have all")
+        raise UserError(
+            f"unknown method '{method}'; {hint}`mmrl list recipes` and `mmrl list objectives` list all methods"
+        )
     domain = domain_of(model, env)
     fitting = {place.domain: place for place in places(ROWS[method])}
     place = fitting[domain]
@@ -50,8 +52,8 @@ def domain_of(model: Any, env: Any) -> str:
     if said == "agents":
         return "agents"
     raise UserError(
-        "env with a model that is neither a language model nor a robot policy: name the recipe as the method, such as "
-        "'agent', 'robot_grpo' or 'robot_ppo'"
+        "env was passed with a model that is neither a language model nor a robot policy; pass the recipe as the "
+        "method, such as 'agent', 'robot_grpo' or 'robot_ppo'"
     )
 
 
@@ -89,15 +91,15 @@ def _domain_of_folder(path: str) -> str:
 
 
 def is_pipeline(model: Any) -> bool:
-    """Whether a loaded model is a pipeline of diffusers."""
+    """Whether a loaded model is a diffusers pipeline."""
     return any(base.__name__ == "DiffusionPipeline" for base in type(model).__mro__)
 
 
 def is_network(model: Any) -> bool:
-    """Whether a loaded model is one of transformers."""
+    """Whether a loaded model is a transformers model."""
     return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
 
 
 def is_module(model: Any) -> bool:
-    """Whether a loaded model is a module of torch."""
+    """Whether a loaded model is a torch module."""
     return any(base.__module__.startswith("torch.nn") and base.__name__ == "Module" for base in type(model).__mro__)

@@ -52,7 +52,7 @@ def _shown(value: Any) -> str:
 
 
 def evaluation_rows(records: Iterable[Mapping[str, Any]]) -> Table:
-    """A row for each accuracy, success or score of evaluations, with the ends of its 95% interval."""
+    """One row per accuracy, success rate or score of an evaluation, with the bounds of its 95% interval."""
     from mmrl.runs.statistics import HEADLINES
 
     rows = Table()
@@ -77,7 +77,7 @@ class Run:
     def __init__(self, folder: Path | str, objects: Mapping[str, Any] | None = None, owned: Any = None) -> None:
         self.folder = Path(folder)
         if not (self.folder / "config.yaml").is_file():
-            raise UserError(f"{folder} is not the folder of a run: it has no config.yaml")
+            raise UserError(f"{folder} is not a run folder: it contains no config.yaml")
         self.objects = dict(objects or {})
         self._owned = owned
 
@@ -88,7 +88,7 @@ class Run:
 
     @contextmanager
     def opened(self) -> Iterator[tuple[Any, Any]]:
-        """Row of the recipe and the configuration; code that a run of somebody else names is refused (`mmrl.trust`)."""
+        """Row of the recipe and the configuration; rejects code referenced by someone else's run (`mmrl.trust`)."""
         from mmrl.config import as_override, escaped, foreign_run
 
         folder = as_override("output_dir", escaped(str(self.folder)))
@@ -110,27 +110,27 @@ class Run:
 
     @property
     def metrics(self) -> Table:
-        """A row for each step."""
+        """One row per step."""
         from mmrl.runs.tracking import read_metrics
 
         return Table(read_metrics(self.folder))
 
     @property
     def evaluation(self) -> Table:
-        """A row for each metric of each evaluation, with the ends of its 95% interval."""
+        """One row per metric and evaluation, with the bounds of its 95% interval."""
         from mmrl.runs.tracking import read_evaluations
 
         return evaluation_rows(read_evaluations(self.folder))
 
     @property
     def warnings(self) -> Table:
-        """A row for each warning of the run; those of one kind are one."""
+        """One row per warning of the run; warnings of the same kind share a row."""
         from mmrl.runs.records import read_warnings
 
         return Table({"message": message} for message in read_warnings(self.folder))
 
     def samples(self, step: int | None = None) -> Table:
-        """Responses that were sampled in a training step, by default the last one that was kept."""
+        """Responses sampled in a training step, by default the last step whose samples were kept."""
         from mmrl.runs.records import read_samples, sample_steps
 
         steps = sample_steps(self.folder, "train")
@@ -138,7 +138,7 @@ class Run:
             return Table()
         if step is not None and step not in steps:
             kept = ", ".join(map(str, steps)) or "none"
-            raise UserError(f"samples of step {step} were not kept; those of these steps were: {kept}")
+            raise UserError(f"samples of step {step} were not kept; steps with samples: {kept}")
         records = read_samples(self.folder, steps[-1] if step is None else step, "train")
         return Table(
             {item.name: getattr(record, item.name) for item in dataclasses.fields(record)} for record in records
@@ -151,7 +151,7 @@ class Run:
         return write_report(self.folder)
 
     def export(self, folder: Path | str, step: int | None = None) -> str:
-        """Write the model of the best, else newest checkpoint as one ordinary folder; returns how to load it."""
+        """Export the model of the best checkpoint (or the newest one) to a folder; returns how to load it."""
         from mmrl.report.export import export_run
 
         with self.opened() as (entry, config):
@@ -188,7 +188,7 @@ class Run:
 
     @property
     def processor(self) -> Any:
-        """Processor or tokenizer of a model of transformers; None for others."""
+        """Processor or tokenizer of a transformers model; None for other models."""
         found = (self._owned or self._loaded)[1]
         # the suite's own wrapper of a language model's tokenizer
         return getattr(found, "tokenizer", found) if type(found).__module__.startswith("mmrl.") else found

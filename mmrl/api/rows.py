@@ -1,4 +1,4 @@
-"""Rows of Python objects, written into the run folder as any program would write them."""
+"""Write rows given as Python objects to files in the run folder."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from mmrl.errors import UserError
 from mmrl.files import replaced, write_atomically
 
 HELD_OUT = "heldout"
-"""Name of held-out rows that are given without one."""
+"""Name of held-out rows that are passed without a name."""
 IMAGE_TYPES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"RIFF": "webp"}
 
 
 def splits_of(data: Any, what: str) -> dict[str, Any]:
-    """Sets of rows by their names; one set without a name has the empty one."""
+    """Splits of rows by name; a single split without a name gets the empty name."""
     if isinstance(data, Mapping) and "path" not in data and "file" not in data:
         if not data or not all(isinstance(name, str) for name in data):
-            raise UserError(f"{what} is a mapping without names of sets; give rows, or {{'name': rows}}")
+            raise UserError(f"{what} is a mapping whose keys are not split names; pass rows, or {{'name': rows}}")
         return dict(data)
     return {"": data}
 
 
 def place(data: Any, folder: Path, name: str) -> str:
-    """Path of a set of rows, which are written into a folder unless they are in files already.
+    """Path of a split's rows, which are written to a folder unless they are already in files.
 
     Rows are dictionaries, texts (a prompt each) or a `datasets.Dataset`. What stands in a column reaches rewards as it
     is: JSON with images in files next to it, named by their content, so that equal rows are one file.
@@ -37,7 +37,7 @@ def place(data: Any, folder: Path, name: str) -> str:
     if _is_dataset(data):
         return _saved(data, folder, name)
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
-        raise UserError(f"{name} is a {type(data).__name__}; give a path, a list of dicts or a datasets.Dataset")
+        raise UserError(f"{name} is a {type(data).__name__}; pass a path, a list of dicts or a datasets.Dataset")
     lines = [_line(row, f"{name}[{number}]", folder) for number, row in enumerate(data)]
     if not lines:
         raise UserError(f"{name} has no rows")
@@ -56,7 +56,7 @@ def _saved(data: Any, folder: Path, name: str) -> str:
     """Folder of a data set of the package datasets: that it was loaded from, or a copy of its tables."""
     if type(data).__name__ != "Dataset":
         kinds = "a DatasetDict is a mapping of splits; an iterable one has no length, so take its rows: list(data)"
-        raise UserError(f"{name} is a {type(data).__name__} of datasets; give one Dataset ({kinds})")
+        raise UserError(f"{name} is a {type(data).__name__} of datasets; pass one Dataset ({kinds})")
     if data.format["type"] == "custom":
         raise UserError(f"{name} has a transform that changes rows when they are read; apply it with data.map")
     import datasets
@@ -89,7 +89,9 @@ def _line(row: Any, where: str, folder: Path) -> str:
     if isinstance(row, str):
         row = {"prompt": row}
     if not isinstance(row, Mapping):
-        raise UserError(f"{where} is a {type(row).__name__}; a row is a dict such as {{'prompt': 'What is 2 + 2?'}}")
+        raise UserError(
+            f"{where} is a {type(row).__name__}; a row must be a dict such as {{'prompt': 'What is 2 + 2?'}}"
+        )
     cells = {str(column): _cell(value, f"{where}[{column!r}]", folder) for column, value in row.items()}
     return json.dumps(cells, ensure_ascii=False) + "\n"
 
@@ -111,7 +113,7 @@ def _cell(value: Any, where: str, folder: Path) -> Any:
         return _stored(_png(value), where, folder)
     if hasattr(value, "tolist"):  # numbers and arrays of NumPy and torch
         return _array(value, where, folder)
-    raise UserError(f"{where} is a {type(value).__name__}; a column holds texts, numbers, lists, dicts and images")
+    raise UserError(f"{where} is a {type(value).__name__}; columns can contain texts, numbers, lists, dicts and images")
 
 
 def _array(value: Any, where: str, folder: Path) -> Any:
@@ -135,7 +137,7 @@ def _stored(content: bytes, where: str, folder: Path) -> str:
     """Path, relative to the rows, of an encoded image."""
     kind = next((suffix for mark, suffix in IMAGE_TYPES.items() if content.startswith(mark)), None)
     if kind is None:
-        raise UserError(f"{where} has bytes that are no PNG, JPEG, GIF or WebP image")
+        raise UserError(f"{where} contains bytes that are not a PNG, JPEG, GIF or WebP image")
     file = folder / "images" / f"{_digest(content)}.{kind}"
     if not file.exists():
         with replaced(file) as draft:

@@ -24,10 +24,10 @@ from mmrl.workers import given
 
 LOGGER = logging.getLogger("mmrl")
 RUNS = Path("runs")
-"""Folder of runs without an `output_dir`."""
+"""Parent folder of runs without an `output_dir`."""
 OBJECTS_FILE = "objects.json"
-"""Source text and digest of the objects of a program that a run was started with. Read by people and compared, never
-run."""
+"""Source text and digest of the Python objects that a run was started with. It is for people and comparisons and is
+never executed."""
 
 
 def train(
@@ -45,7 +45,7 @@ def train(
     options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Any:
-    """Train a model with reinforcement learning, or on given answers, from Python objects.
+    """Train a model from Python objects, with reinforcement learning or on reference answers.
 
         from mmrl import train
 
@@ -98,7 +98,7 @@ def train(
 
 
 DEFAULT = {"language": "vlm", "agents": "agent", "images": "flow_grpo", "robots": "robot_grpo"}
-"""Recipe of each domain whose evaluation measures a model that no run has trained."""
+"""Recipe per domain for evaluating a model that was not trained by a run."""
 
 
 def evaluate(
@@ -112,7 +112,7 @@ def evaluate(
     options: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> Table:
-    """Measure a model, or a `Run`, on held-out tasks, as training measures it.
+    """Measure a model or a `Run` on held-out tasks, in the same way as during training.
 
         evaluate("smollm2", data=held_out, reward=score)
         evaluate(run, data=other_rows)
@@ -247,11 +247,13 @@ def _folder(method: str, output_dir: str | Path | None, resume: bool) -> Path:
     if output_dir is not None:
         folder = absolute(output_dir)
         if has_begun(folder) and not resume:
-            raise UserError(f"{folder} already holds a run; continue it with resume=True, or choose another output_dir")
+            raise UserError(
+                f"{folder} already contains a run; continue it with resume=True, or choose another output_dir"
+            )
         return folder
     if resume or int(os.environ.get("WORLD_SIZE", "1")) > 1:
         why = "resume=True" if resume else "a run in several processes"
-        raise UserError(f"{why} needs output_dir, the folder of the run")
+        raise UserError(f"{why} needs output_dir, the run folder")
     return _numbered(method.replace(":", "-").replace("/", "-"))
 
 
@@ -271,7 +273,7 @@ def _compare_objects(folder: Path, objects: Mapping[str, Any], resume: bool) -> 
         before = json.loads(file.read_text(encoding="utf-8"))
         changed = [name for name, about in found.items() if before.get(name, about)["digest"] != about["digest"]]
         if changed:
-            LOGGER.warning("resuming with other code than before: %s", ", ".join(changed))
+            LOGGER.warning("resuming with different code than before: %s", ", ".join(changed))
     if found and os.environ.get("RANK", "0") == "0":
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps(found, indent=2) + "\n")

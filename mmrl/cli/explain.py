@@ -1,4 +1,4 @@
-"""Explanations of objectives and recipes for `mmrl explain` and the tables of the documents."""
+"""Explanations of objectives and recipes for `mmrl explain` and the tables of the documentation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ROWS: dict[str, Row] = {**all_objectives(), **all_preferences()}
 
 
 GOLDEN = Path(__file__).resolve().parents[2] / "tests" / "golden"
-"""Golden numbers; a checkout has them, an installed wheel has not."""
+"""Golden numbers; a checkout has them, an installed wheel does not."""
 GOLDEN_OF = {
     "distil": ("gkd",),
     "segment": ("segment_chain", "segment_tree"),
@@ -52,7 +52,7 @@ GOLDEN_OF = {
     "vl_dac_repo": ("vl_dac",),
     "flow3d_awm": ("awm",),
 }
-"""Golden files of rows and recipes that are not called like theirs."""
+"""Golden files whose names differ from their rows and recipes."""
 COVERED = ("advantage", "loss", "gradient")
 """Numbers that golden files of most rows have."""
 NO_NUMBERS = {
@@ -68,9 +68,9 @@ NO_NUMBERS = {
     "names",
     "file",
 }
-"""Keys of a peer in a golden file that say how its numbers were made."""
+"""Keys of a peer in a golden file that describe how its numbers were made."""
 NEWLINE = "\n" + 14 * " "
-"""Between the lines of one entry."""
+"""Separator between the lines of one entry."""
 
 
 class Domain(NamedTuple):
@@ -78,7 +78,7 @@ class Domain(NamedTuple):
 
     name: str
     recipes: dict[str, str]
-    """Recipe to the `module:name` of what its policies score, the simplest first."""
+    """Recipe to the `module:name` of the log-probabilities that its policies compute, the simplest first."""
 
 
 DOMAINS = (
@@ -101,7 +101,7 @@ class Place(NamedTuple):
 
 
 def find_name(name: str) -> str | Paper | Omitted:
-    """Look up an objective, a recipe or a paper by one of its names, or by the beginning of one.
+    """Look up an objective, a recipe or a paper by one of its names or the beginning of one.
 
     Raises:
         UserError: Nothing, or several things, are called like this.
@@ -119,8 +119,8 @@ def find_name(name: str) -> str | Paper | Omitted:
     if len(found) == 1:
         return found[0]
     if found:
-        raise UserError(f"'{name}' may be {', '.join(map(_introduced, found))}")
-    raise UserError(f"There is no objective, recipe or paper '{name}'; {_suggested(name)}`mmrl list` has all")
+        raise UserError(f"'{name}' is ambiguous: {', '.join(map(_introduced, found))}")
+    raise UserError(f"There is no objective, recipe or paper '{name}'; {_suggested(name)}`mmrl list` shows all")
 
 
 def _introduced(found: str | Paper | Omitted) -> str:
@@ -143,11 +143,11 @@ def _suggested(name: str) -> str:
 
 
 def places(row: Row) -> list[Place]:
-    """Say for each domain which recipe takes an objective, or what is missing."""
+    """Tell for each domain which recipe accepts an objective, or what is missing."""
     if isinstance(row, PreferenceObjective):
         apart = isinstance(row.score, DecisionScore)
         lacks = "it compares noisy versions of images one by one; set score: {kind: sum}" if apart else ""
-        no_pairs = "no recipe of the domain learns from pairs"
+        no_pairs = "no recipe of this domain learns from pairs"
         more = sorted(row.needs & SCORES.keys() - {"logp_ref"})
         online = row.needs & {"logp_previous", "own_answers"}
         return [
@@ -171,10 +171,10 @@ def _place(row: Objective, domain: Domain) -> Place:
 
 
 def explained(name: str) -> str:
-    """Explain an objective, a recipe, or both if they share a name; or a paper, by what the suite has of it."""
+    """Explain an objective, a recipe, or both if they share a name; or what the suite implements of a paper."""
     found, recipes = find_name(name), all_recipes()
     if isinstance(found, Omitted):
-        return f"{found.name}: {found.about}\n  left out: {found.reason}; docs/methods/papers.md has the others"
+        return f"{found.name}: {found.about}\n  left out: {found.reason}; docs/methods/papers.md lists the others"
     if isinstance(found, Paper):
         parts = [_paper_explained(found), *([explained(found.found[0])] if found.found else [])]
         return "\n\n".join(parts)
@@ -221,7 +221,7 @@ def _recipe_explained(entry: RecipeEntry) -> str:
         "",
         f"code          {target}",
         f"options       {target.partition(':')[0]}:{config}; `mmrl options {entry.name}`",
-        f"learns from   {'given data' if entry.supervised else 'rewards'}",
+        f"learns from   {'reference answers' if entry.supervised else 'rewards'}",
     ]
     preset = _preset(entry)
     lines += [f"objective     {preset}; `objective.preset` takes another"] if preset else []
@@ -241,7 +241,7 @@ def _preset(entry: RecipeEntry) -> str:
 
 
 def golden_sources(name: str) -> list[str]:
-    """Programs that made golden numbers of a row or recipe, and what they computed; none in an installed wheel."""
+    """Programs that made golden numbers for a row or recipe, and what they computed; none in an installed wheel."""
     entries: dict[str, list[dict[str, Any]]] = {}
     for path in (GOLDEN / f"{stem}.json" for stem in GOLDEN_OF.get(name, (name,))):
         for peer in json.loads(path.read_text(encoding="utf-8"))["peers"] if path.is_file() else ():
@@ -291,7 +291,7 @@ def part_sources(row: Row) -> list[tuple[str, str, str]]:
 
 
 def usage(row: Row) -> list[str]:
-    """Write the lines of a configuration that name the objective."""
+    """Write the lines of a configuration that select the objective."""
     recipe = (
         row.name if row.name in all_recipes() else next((place.recipe for place in places(row) if place.recipe), "vlm")
     )
@@ -302,7 +302,7 @@ def usage(row: Row) -> list[str]:
 
 
 def results_of(name: str) -> Iterator[str]:
-    """Write each measured difference about an objective, with its verdict and page."""
+    """Write each measured difference for an objective, with its verdict and page."""
     for found, page in _findings(name):
         pair = f"{found.arm} against {found.against}, {found.metric}"
         yield f"  {pair}: {found.shown}, {found.verdict}; docs/results/{page}.md"

@@ -16,14 +16,14 @@ from mmrl.files import CONFIGS
 
 ARXIV = re.compile(r"arXiv (\d{4}\.\d{5})")
 LINE_WIDTH = 100
-"""Characters of a line where the terminal does not say how wide it is."""
+"""Line width in characters if the terminal does not report its own."""
 
 
 class ListingRow(NamedTuple):
     """One entry of a list."""
 
     group: str
-    """Its purpose, or a recipe's domain; entries of contrib begin with "contrib: "."""
+    """Its purpose or, for a recipe, its domain; entries of contrib begin with "contrib: "."""
     name: str
     summary: str
     source: str
@@ -57,7 +57,7 @@ def _domain_of(entry: Any) -> str:
 
 
 def paper_of(source: str) -> str:
-    """A source up to its arXiv number, cut to fit next to a name."""
+    """A source up to its arXiv number, shortened to fit next to a name."""
     room = terminal_width() - 30
     found = re.match(r"(.*?)(arXiv [0-9.]*[0-9])", source)
     head, number = found.groups() if found else (source, "")
@@ -67,7 +67,7 @@ def paper_of(source: str) -> str:
 
 
 def terminal_width() -> int:
-    """Columns of the terminal, `LINE_WIDTH` without one."""
+    """Columns of the terminal, or `LINE_WIDTH` if there is none."""
     return max(shutil.get_terminal_size((LINE_WIDTH, 24)).columns, 60)
 
 
@@ -85,7 +85,7 @@ def in_columns(name: str, text: str, width: int = 30) -> str:
 
 
 def markdown(name: str) -> str:
-    """Write a list as a Markdown table; recipes with their configurations."""
+    """Write a list as a Markdown table; recipes include their configurations."""
     columns, rows = LISTINGS[name][1], [(f"`{row.name}`", row.summary, row.source) for row in rows_of(name)]
     if name in CATALOGUES:
         differs = [("; ".join(filter(None, (entry.differs, status_of(key)))),) for key, entry in _table(name).items()]
@@ -102,7 +102,7 @@ def markdown(name: str) -> str:
 
 
 def configurations() -> dict[str | None, list[str]]:
-    """Configuration files of each recipe in a checkout, `extends:` followed."""
+    """Configuration files of each recipe in a checkout, following `extends:`."""
     files: dict[str | None, list[str]] = defaultdict(list)
     for path in sorted(CONFIGS.rglob("*.yaml")):
         files[_recipe_of(path)].append(f"configs/{path.relative_to(CONFIGS)}")
@@ -116,7 +116,7 @@ def _recipe_of(path: Path) -> str | None:
 
 
 def markdown_table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Write a Markdown table; `arXiv 2507.06448` becomes a link and a bar stays inside its cell."""
+    """Write a Markdown table; `arXiv 2507.06448` becomes a link and vertical bars are escaped."""
     head, *body = [f"| {line} |\n" for line in (" | ".join(columns), *(" | ".join(map(_cell, row)) for row in rows))]
     return "".join((head, f"|{'---|' * len(columns)}\n", *body))
 

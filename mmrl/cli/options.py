@@ -1,4 +1,4 @@
-"""Options of a configuration's dataclass: key, sentence, type, default and bounds.
+"""Options of a configuration's dataclass: key, description, type, default and bounds.
 
 Sentences are the strings under the fields; they are read from the source, since Python does not keep them.
 """
@@ -25,7 +25,7 @@ from mmrl.errors import UserError
 from mmrl.fields import Bounds, Kinds, bounds_of, default_of, hints_of, part_of, readers_of
 
 REQUIRED = "???"
-"""Default of a value that must be given, as in OmegaConf."""
+"""Default of a required value, as in OmegaConf."""
 
 
 @dataclass(frozen=True)
@@ -33,46 +33,47 @@ class Option:
     """One key of a configuration."""
 
     key: str
-    """Dotted key; `<name>` is a name of the user's choice and `[]` an index of a list."""
+    """Dotted key; `<name>` is a name chosen by the user and `[]` an index of a list."""
     help: str
     """Its description; empty if the source has none."""
     type: str
-    """Its type as Python writes it; of a part, the name of its dataclass."""
+    """Its type as written in Python; for a part, the name of its dataclass."""
     default: Any
     """Its default; None if it is empty or the option is required."""
     bounds: str
     """Bounds beyond the type; may be empty."""
     required: bool = False
-    """Whether it must be given."""
+    """Whether it is required."""
     part: bool = False
-    """Whether it only holds the options that follow."""
+    """Whether it only groups the options that follow."""
     kinds: tuple[str, ...] = ()
-    """Kinds that have it; empty if all have it."""
+    """Kinds that have this option; empty if all have it."""
     default_from: str = ""
     """Origin of the default, if it is not fixed."""
     rare: bool = False
     """Whether few users ever set it."""
     on_request: bool = False
-    """Whether even `--all` leaves it out: it is of a kind that the preset does not use, or repeats another part's."""
+    """Whether even `--all` omits it: it belongs to a kind that the preset does not use, or repeats another part's
+    option."""
     read_with: str = ""
-    """Values of other options without which nothing reads it."""
+    """Values of other options that it requires to have an effect."""
 
     @property
     def facts(self) -> str:
         """Type, bounds, default and the options that it needs, in one line."""
         kinds = f"for {', '.join(self.kinds)}" if self.kinds else ""
-        default = "must be given" if self.required else f"default {self.default_text}"
+        default = "required" if self.required else f"default {self.default_text}"
         needs = f"only with {self.read_with}" if self.read_with else ""
         return "; ".join(filter(None, (self.type, kinds, self.bounds, default, needs)))
 
     @property
     def default_text(self) -> str:
-        """The default as written in a configuration file."""
+        """The default as it would be written in a configuration file."""
         return self.default_from or _as_yaml(self.default)
 
 
 def options_of(defaults: Any) -> list[Option]:
-    """List every option of a configuration, parts before their options."""
+    """List every option of a configuration, each part before its options."""
     is_class = isinstance(defaults, type)
     return _marked(list(_walk(defaults if is_class else type(defaults), None if is_class else defaults, "")))
 
@@ -100,13 +101,13 @@ def own_first(options: Sequence[Option], defaults: Any) -> list[Option]:
 
 
 def of_the_preset(options: Sequence[Option]) -> list[Option]:
-    """Leave out options on request, and the names of the kinds that share an option of the preset's kind."""
+    """Drop options shown only on request, and the names of the kinds that share an option of the preset's kind."""
     found = [option for option in options if not option.on_request]
     return [dataclasses.replace(option, kinds=()) if option.default_from else option for option in found]
 
 
 def select_options(options: Sequence[Option], prefix: str) -> list[Option]:
-    """Pick the options at or below a dotted key, or else those whose key or sentence has a word that begins so."""
+    """Select the options at or below a dotted key, or else options with a word that begins so in key or description."""
     inside = (f"{prefix}.", f"{prefix}[")
     word = re.compile(rf"(?<![a-z]){re.escape(prefix)}", re.IGNORECASE)
     chosen = [option for option in options if option.key == prefix or option.key.startswith(inside)]
@@ -119,13 +120,16 @@ def select_options(options: Sequence[Option], prefix: str) -> list[Option]:
     close = same_name or difflib.get_close_matches(prefix, keys, n=3, cutoff=0.5)
     parts = [key for key in keys if "." not in key]
     hint = f"did you mean {', '.join(close[:3])}? " if close else ""
-    raise UserError(f"there is no option '{prefix}'; {hint}options begin with: {', '.join(parts)}")
+    raise UserError(f"unknown option '{prefix}'; {hint}options begin with: {', '.join(parts)}")
 
 
 def json_schema(defaults: Any) -> dict[str, Any]:
     """JSON schema (draft 2020-12) of a configuration: keys, types, bounds, sentences and defaults."""
     schema = _object_schema(defaults if isinstance(defaults, type) else type(defaults))
-    schema["properties"]["extends"] = {"type": "string", "description": "File whose values this one changes."}
+    schema["properties"]["extends"] = {
+        "type": "string",
+        "description": "File that this one extends; its values are the defaults.",
+    }
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -214,7 +218,7 @@ def _by_kind(kinds: Kinds, key: str, rare: bool, on_request: bool, used: str | N
         bounds = f"one of {', '.join(table)}"
         yield Option(
             f"{key}.kind",
-            "Which of them.",
+            f"Which kind of {key.rpartition('.')[2]} to use.",
             "str",
             None,
             bounds,

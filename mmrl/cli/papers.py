@@ -12,22 +12,22 @@ from mmrl.recipes import CONTRIB, package_tables
 
 
 def spelled(name: str) -> str:
-    """A name as it is compared: small letters and digits alone, so that Nash-MP is nash_mp."""
+    """Normalise a name for comparison: small letters and digits alone, so that Nash-MP is nash_mp."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
 def called(paper: Paper | Omitted) -> set[str]:
-    """The names of a paper as they are compared; "AEPO, agentic" is AEPO too."""
+    """The normalised names of a paper; "AEPO, agentic" is also AEPO."""
     return {spelled(name) for name in (paper.name, paper.name.partition(",")[0], *paper.names)}
 
 
 def papers_of(name: str) -> list[Paper]:
-    """The papers that a row or recipe is of."""
+    """The papers that a row or recipe implements."""
     return [paper for paper in PAPERS if name in paper.found]
 
 
 def status_of(name: str) -> str:
-    """Whether a row or recipe is a part of its paper, and what is lacking; empty for a whole one."""
+    """Whether a row or recipe implements its paper only in part, and what it lacks; empty if it is complete."""
     partial = [paper for paper in PAPERS if paper.lacking and paper.found[:1] == (name,)]
     return "; ".join(f"*partial* ({paper.name}): lacks {paper.lacking}" for paper in partial)
 
@@ -309,4 +309,4 @@ OMITTED = (
     Omitted("RL in the era of LLMs", "a perspective", "no method to train"),
     Omitted("RL foundations for deep research", "a survey", "no method to train", ("deep research survey",)),
 )
-"""Papers that are left out, those that are planned first."""
+"""Papers that are not implemented, planned ones first."""

@@ -43,12 +43,12 @@ class _Lasting:
         self.failed = False
 
     def write(self, text: str) -> int:
-        """Write text, or drop it."""
+        """Write text, or drop it if that fails."""
         self._keep_going(lambda: self._stream.write(text))
         return len(text)
 
     def flush(self) -> None:
-        """Write buffered text, or leave it for later."""
+        """Flush buffered text, or leave it for later."""
         self._keep_going(self._stream.flush)
 
     def __getattr__(self, name: str) -> Any:
@@ -65,7 +65,7 @@ class _Lasting:
 
 @contextlib.contextmanager
 def lasting_streams() -> Iterator[None]:
-    """Let standard output and error drop output that cannot be written while the context lasts.
+    """Make standard output and error drop output that cannot be written, inside the context.
 
     A run whose log is on a full disk then continues and reports its end by its exit code.
     """
@@ -92,7 +92,7 @@ def describe_crash(error: Exception, arguments: Sequence[str], run_dir: Path | N
     name = f"mmrl-crash-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.txt"
     folders = [folder for folder in (run_dir, Path.cwd()) if folder is not None and folder.is_dir()]
     place = _write([*folders, Path(tempfile.gettempdir())], name, text)
-    where = "the traceback could not be written anywhere" if place is None else f"traceback in {place}"
+    where = "the traceback could not be written to any folder" if place is None else f"traceback in {place}"
     return f"{type(error).__name__}: {_message(error)}; {where}"
 
 
@@ -125,10 +125,10 @@ QUIET_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",  # reward workers are forked; the tokenizer's threads warn about it
     "PYTHONWARNINGS": "ignore::FutureWarning",  # for worker processes; this process gets a filter below
 }
-GONE = {"--gpu-tflops": "plans no longer guess seconds; time a few steps with trainer.steps=3"}
-"""Hints on options that are gone."""
+GONE = {"--gpu-tflops": "plans no longer estimate run time; time a few steps with trainer.steps=3"}
+"""Hints for options that were removed."""
 NOT_ALLOWED = (errno.EACCES, errno.EPERM, errno.EROFS)
-"""Errors of a folder or a disk that this user may not write to, or not read."""
+"""Errors for a folder or a disk that this user may not read or write."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -196,7 +196,7 @@ def _failed(error: Exception, arguments: list[str], run_dir: Path | None) -> int
         return _complain(f"error: {error}", code=2)
     if isinstance(error, PeerLostError):
         begun = run_dir is not None and (run_dir / "config.yaml").is_file()
-        advice = f"{_how_to_continue(arguments, resumable=begun)}, by the launcher that started it"
+        advice = f"{_how_to_continue(arguments, resumable=begun)}, using the launcher that started it"
         return _complain(f"run failed: {error}; {advice}", code=1)
     if isinstance(error, RunError):
         return _complain(f"run failed: {error}", code=1)
@@ -234,7 +234,7 @@ def _build_parser() -> _Parser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="store_true", help="print the version and leave")
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     commands = parser.add_subparsers(prog="mmrl", help=argparse.SUPPRESS)
     for name, command in COMMANDS.items():
         sub = commands.add_parser(name, description=command.run.__doc__, allow_abbrev=False)
@@ -258,7 +258,7 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         args.run = _version
         return args
     if not hasattr(args, "run"):
-        raise UserError(f"a command is needed: {', '.join(COMMANDS)}; `mmrl --help` explains them")
+        raise UserError(f"no command given; commands: {', '.join(COMMANDS)}; see `mmrl --help`")
     if rest:
         # an unknown option takes the overrides after it along
         surplus = [text for text in rest if text.startswith("-") or not args.takes_overrides]

@@ -1,4 +1,4 @@
-"""Commands that compare or repeat results; light, since they are loaded for every usage of `mmrl`."""
+"""Commands that compare or repeat results; lightweight because every call of `mmrl` imports them."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ def compare(args: argparse.Namespace) -> int:
 
 
 def reproduce(args: argparse.Namespace) -> int:
-    """Repeat a small experiment on fresh seeds, and report whether its result is within the stored interval."""
+    """Repeat a small experiment on fresh seeds and report whether its result is within the stored interval."""
     _check_at_least_one("jobs", args.jobs)
     _check_at_least_one("seeds", args.seeds)
     if args.name is None and not args.list:
-        raise UserError("name an experiment, objective or recipe; `mmrl reproduce --list` shows what was measured")
+        raise UserError("give an experiment, objective or recipe; `mmrl reproduce --list` shows what was measured")
     from mmrl.comparison import reproduce as repeated
     from mmrl.comparison.run import say
 
@@ -52,17 +52,26 @@ def reproduce(args: argparse.Namespace) -> int:
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `mmrl compare`."""
-    parser.add_argument("experiment", metavar="EXPERIMENT.yaml", type=Path, help="arms, seeds and metric")
-    parser.add_argument("--output", metavar="DIR", type=output_folder, help="default: runs/ and the experiment's name")
-    parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; default: the file's")
-    parser.add_argument("--plan", action="store_true", help="print the number of runs and their CPU hours, run nothing")
-    parser.add_argument("--only-report", action="store_true", help="only summarise finished runs")
+    parser.add_argument(
+        "experiment", metavar="EXPERIMENT.yaml", type=Path, help="experiment file with arms, seeds and metric"
+    )
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=output_folder,
+        help="output folder; default: runs/ followed by the experiment's name",
+    )
+    parser.add_argument("--jobs", metavar="N", type=int, help="number of parallel runs; default: set in the file")
+    parser.add_argument(
+        "--plan", action="store_true", help="print the number of runs and their CPU hours without running them"
+    )
+    parser.add_argument("--only-report", action="store_true", help="only summarise runs that have finished")
     add_allow_argument(parser)
 
 
 def add_allow_argument(parser: argparse.ArgumentParser) -> None:
-    """Declare `--allow` of commands that read files which somebody else may have written."""
-    text = "run this code, module:function or file.py:function, that the file names; once for each"
+    """Declare `--allow` for commands that read files which someone else may have written."""
+    text = "allow this code (module:function or file.py:function) that the file refers to; repeat for each name"
     parser.add_argument("--allow", metavar="NAME", action="append", default=[], help=text)
 
 
@@ -70,11 +79,16 @@ def add_reproduce_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `mmrl reproduce`."""
     parser.add_argument("name", nargs="?", metavar="NAME", help="an experiment, objective or recipe")
     parser.add_argument(
-        "--list", action="store_true", help="list what was measured, with minutes for two seeds on one core"
+        "--list", action="store_true", help="list what was measured, with minutes for two seeds on one core each"
     )
-    parser.add_argument("--seeds", metavar="N", type=int, default=2, help="fresh seeds; default: 2")
-    parser.add_argument("--output", metavar="DIR", type=output_folder, help="default: runs/reproduce/ and the name")
-    parser.add_argument("--jobs", metavar="N", type=int, help="runs at a time; default: the experiment's")
+    parser.add_argument("--seeds", metavar="N", type=int, default=2, help="number of fresh seeds; default: 2")
+    parser.add_argument(
+        "--output",
+        metavar="DIR",
+        type=output_folder,
+        help="output folder; default: runs/reproduce/ followed by the name",
+    )
+    parser.add_argument("--jobs", metavar="N", type=int, help="number of parallel runs; default: set in the experiment")
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -87,11 +101,11 @@ def verify(args: argparse.Namespace) -> int:
 
 def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of `mmrl evaluate --verify`."""
-    text = "check a ledger and repeat some of its rows; exit code 1 if one differs"
+    text = "check a ledger and repeat some of its rows; exit code 1 if any row differs"
     parser.add_argument("--verify", action="store_true", help=text)
-    text = "with --verify: rows to repeat, drawn at random; 0 = only check; default: 10, or all of fewer"
+    text = "with --verify: number of random rows to repeat; 0 = only check; default: 10, or all if there are fewer"
     parser.add_argument("--rows", metavar="N", type=int, help=text)
-    text = "with --verify: repeat these rows, counted from 1"
+    text = "with --verify: repeat these rows (numbered from 1)"
     parser.add_argument("--row", metavar="I,J", type=_numbers, default=[], help=text)
 
 
@@ -99,7 +113,7 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected numbers of rows such as 4,60, got {text!r}") from None
+        raise argparse.ArgumentTypeError(f"expected row numbers such as 4,60, got {text!r}") from None
 
 
 def _check_at_least_one(option: str, value: int | None) -> None:

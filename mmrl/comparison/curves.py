@@ -1,4 +1,4 @@
-"""Values that an experiment reads of a run: the last one, and the metric over the cost at each evaluation."""
+"""Values that an experiment reads from a run: the last one, and the metric over the cost at each evaluation."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from mmrl.runs.tracking import read_evaluations, read_metrics
 
 
 class Curve(NamedTuple):
-    """A run's metric at its evaluations, or over its steps, and its costs until then."""
+    """A run's metric at its evaluations, or over its steps, and its costs up to each point."""
 
     values: list[float]
     """Metric at each point; NaN where it is missing."""
     costs: dict[str, list[float]]
-    """Cost by name at each point, in its own unit; never falling."""
+    """Cost by name at each point, in its own unit; never decreases."""
 
 
 Curves = Mapping[str, Mapping[int, Curve]]
@@ -27,7 +27,7 @@ Curves = Mapping[str, Mapping[int, Curve]]
 
 
 def evaluations(experiment: ExperimentConfig, plan: RunPlan) -> list[dict[str, Any]]:
-    """Evaluations of a run on the task set that counts, in order, under the names of the experiment's metrics."""
+    """Evaluations of a run on the experiment's task set, in order, under the names of the experiment's metrics."""
     records = _all_evaluations(plan)
     split = experiment.split or (records[0].get("split") if records else None)
     return [record for record in records if record.get("split") == split]
@@ -66,7 +66,7 @@ def last_values(experiment: ExperimentConfig, plans: Mapping[int, RunPlan], metr
 
 
 def absent_metrics(experiment: ExperimentConfig, plans: Mapping[str, Mapping[int, RunPlan]]) -> Iterator[str]:
-    """Yield a line for each secondary metric that no finished run has, with the nearest name that they have."""
+    """Yield a line for each secondary metric that no finished run has, with the closest existing name."""
     finished = [plan for by_seed in plans.values() for plan in by_seed.values() if is_finished(plan)]
     for metric in experiment.secondary_metrics if finished else ():
         if all(last_value(experiment, plan, metric) is None for plan in finished):
@@ -77,7 +77,7 @@ def absent_metrics(experiment: ExperimentConfig, plans: Mapping[str, Mapping[int
 
 
 def work_metric(experiment: ExperimentConfig) -> tuple[str, bool]:
-    """Metric whose curve is read, and whether a larger value of it is better."""
+    """Metric whose curve is read, and whether larger values are better."""
     assert experiment.work is not None
     own = experiment.work.higher_is_better
     return experiment.work.metric or experiment.metric, experiment.higher_is_better if own is None else own
@@ -97,17 +97,17 @@ def read_curves(experiment: ExperimentConfig, plans: Mapping[str, Mapping[int, R
 
 
 def read_curve(experiment: ExperimentConfig, plan: RunPlan) -> Curve | str:
-    """A run's curve, or why it has none."""
+    """A run's curve, or the reason why it has none."""
     assert experiment.work is not None
     metric, _ = work_metric(experiment)
     over = experiment.work.steps
     records, source = (_steps(plan), "steps") if over else (evaluations(experiment, plan), "evaluations")
     if over > len(records):
-        return f"work.steps is {over}, but the run has logged {len(records)} steps; a point of its curve needs {over}"
+        return f"work.steps is {over}, but the run logged {len(records)} steps; each point of its curve needs {over}"
     known = ", ".join(sorted({name for record in records for name in record}))
     values = [_number(record, metric) for record in records]
     if not any(map(math.isfinite, values)):
-        return f"'{metric}' is no number in any of its {source}, which have: {known}"
+        return f"'{metric}' is not a number in any of its {source}, which have: {known}"
     if over:  # means of `over` steps each; NaN where one is no number
         values = [sum(values[end - over : end]) / over for end in range(over, len(values) + 1)]
         records = records[over - 1 :]
@@ -116,42 +116,45 @@ def read_curve(experiment: ExperimentConfig, plan: RunPlan) -> Curve | str:
         for counter in weights:
             spent = [_number(record, counter) for record in records]
             if not all(map(math.isfinite, spent)):
-                return f"cost '{name}': '{counter}' is no number in some of its {source}, which have: {known}"
+                return f"cost '{name}': '{counter}' is not a number in some of its {source}, which have: {known}"
             if spent != sorted(spent):
-                return f"cost '{name}': '{counter}' falls from one of its {source} to the next: {spent}"
+                return f"cost '{name}': '{counter}' decreases between consecutive {source}: {spent}"
         costs[name] = [sum(weight * record[counter] for counter, weight in weights.items()) for record in records]
     return Curve(values, costs)
 
 
 def target_of(experiment: ExperimentConfig, baseline: Curve) -> float | str:
-    """Target of the arms at the seed of this baseline run, or the reason why there is none."""
+    """Target of the arms for the seed of this baseline run, or the reason why there is none."""
     assert experiment.work is not None
     if not isinstance(experiment.work.target, str):
         return float(experiment.work.target)
     last = experiment.work.baseline_last
     final = baseline.values[-last:]
     if len(final) < last:
-        return f"its curve has {len(final)} points, `work.baseline_last` asks for the mean of {last}"
+        return f"its curve has {len(final)} points, but `work.baseline_last` requires the mean of {last}"
     if not all(map(math.isfinite, final)):
         return (
-            f"'{work_metric(experiment)[0]}' is no number in the last {last} points of its curve, which set the target"
+            f"'{work_metric(experiment)[0]}' is not a number in the last {last} points of its curve, which set "
+            "the target"
         )
     return experiment.work.baseline_share * sum(final) / last
 
 
 def kept_share(experiment: ExperimentConfig, plan: RunPlan) -> float | str:
-    """Final value of the watched metric over its value before training, or why there is none."""
+    """Final value of the watched metric divided by its value before training, or the reason why there is none."""
     assert experiment.collapse is not None
     metric = experiment.collapse.metric
     records = evaluations(experiment, plan)
     if not records or records[0]["step"] != 0:
-        return "it has no evaluation before training, which `collapse` compares with"
+        return "it has no evaluation before training, which `collapse` needs for comparison"
     start, final = (_number(record, metric) for record in (records[0], records[-1]))
     if not math.isfinite(start) or not math.isfinite(final):
         known = ", ".join(sorted(records[-1]))
-        return f"'{metric}' is no number in its first or last evaluation, which has: {known}"
+        return f"'{metric}' is not a number in its first or last evaluation, which has: {known}"
     if start <= 0:
-        return f"'{metric}' starts at {start:g}, of which a share means nothing; `collapse` needs a positive metric"
+        return (
+            f"'{metric}' starts at {start:g}, for which a fraction is meaningless; `collapse` needs a positive metric"
+        )
     return final / start
 
 

@@ -21,45 +21,45 @@ from mmrl.files import parse_yaml, read_text
 from mmrl.runs.statistics import verdict
 
 VERDICTS = ("holds", "holds in part", "no effect within the margin", "inconclusive", "negative")
-"""The claim was seen; part of it was seen; any difference is too small to matter; the interval allows both; the
-opposite was seen."""
+"""The claim was observed; part of it was observed; any difference is too small to matter; the interval allows both; the
+opposite was observed."""
 UNITS = {"points": (100.0, 1), "tokens": (1.0, 1), "cm": (1.0, 2), "score": (1.0, 3)}
-"""Unit of a difference to its factor from the metric, and to its decimals."""
+"""Unit of a difference, with its factor relative to the metric and its number of decimals."""
 
 
 @dataclass
 class FindingConfig:
-    """One difference between two arms, and what it says about a row of the catalogue or a recipe."""
+    """One difference between two arms, and what it shows about a row of the catalogue or a recipe."""
 
     about: list[str] = field(default_factory=list)
     """Catalogue rows and recipes that the arm represents."""
     arm: str = MISSING
     """The measured arm."""
     against: str | None = None
-    """The arm it is compared with; null takes the baseline."""
+    """The arm it is compared with; null means the baseline."""
     metric: str | None = None
-    """Compared metric; null takes the experiment's."""
+    """Compared metric; null means the experiment's."""
     higher_is_better: bool | None = None
-    """Whether a larger value of it is better; null takes the experiment's."""
+    """Whether larger values of the metric are better; null means the experiment's setting."""
     unit: str = choice("points", tuple(UNITS))
-    """Unit of the three numbers below; points are hundredths of a share."""
+    """Unit of the three numbers below; points are percentage points."""
     difference: float = MISSING
     """Mean difference over paired seeds."""
     low: float = MISSING
     """Lower end of its 95% interval."""
     high: float = MISSING
-    """Upper end."""
+    """Upper end of its 95% interval."""
     verdict: str = choice("inconclusive", VERDICTS)
-    """Whether the paper's claim was seen here."""
+    """Whether the paper's claim was observed here."""
     paper: str = ""
-    """Result that the paper reports for the claim; empty where it has none of this kind."""
+    """Result that the paper reports for the claim; empty if it reports none of this kind."""
     note: str = ""
-    """Further result, in words."""
+    """Additional result, in words."""
 
     def validate(self) -> None:
         """Check that the numbers are an interval; raises ValueError naming the arm."""
         if not self.about:
-            raise ValueError(f"a finding on arm '{self.arm}' is about nothing; name rows or recipes in `about`")
+            raise ValueError(f"a finding on arm '{self.arm}' has an empty `about`; list rows or recipes in it")
         if not self.low <= self.difference <= self.high:
             raise ValueError(
                 f"finding on arm '{self.arm}': {self.difference:g} is not between {self.low:g} and {self.high:g}"
@@ -76,7 +76,7 @@ class FindingConfig:
         return f"{signed(self.low, self.unit)} to {signed(self.high, self.unit)}"
 
     def expected(self, n: int, fresh: int) -> tuple[float, float]:
-        """Range that contains the mean over fresh seeds with 95% probability, given n stored ones.
+        """Range that contains the mean over fresh seeds with 95% probability, given n stored seeds.
 
         The half-width of the stored interval grows by sqrt(1 + n / fresh): the interval for the mean of further draws
         from the same normal distribution.
@@ -96,7 +96,7 @@ class EvidenceConfig:
     findings: list[FindingConfig] = field(default_factory=list)
     """Differences between arms."""
     chosen: dict[str, Any] = field(default_factory=dict)
-    """Value of the swept parameter that the sweep chose, by arm; a repetition sweeps again where it is missing."""
+    """Value of the swept parameter that the sweep chose, by arm; a repetition sweeps again if it is missing."""
 
     def check(
         self,
@@ -106,11 +106,11 @@ class EvidenceConfig:
         higher_is_better: bool,
         margin: float | None,
     ) -> None:
-        """Check against an experiment's arms and metrics, its own first; raises ValueError naming the culprit."""
+        """Check against an experiment's arms and metrics, its own first; raises ValueError with the culprit."""
         if margin is None:
             raise ValueError("`evidence` needs `margin`, the smallest difference in the metric that matters")
         if not self.findings:
-            raise ValueError("`evidence.findings` is empty; give the differences between arms, or remove `evidence`")
+            raise ValueError("`evidence.findings` is empty; add the differences between arms, or remove `evidence`")
         for found in self.findings:
             found.validate()
             for arm in (found.arm, found.against or baseline):
@@ -124,7 +124,7 @@ class EvidenceConfig:
 
 
 def findings_about(name: str, folder: Path) -> Iterator[tuple[FindingConfig, str]]:
-    """The findings on a row or recipe, each with its page, of the experiments in a folder.
+    """The findings on a row or recipe from the experiments in a folder, each with its page.
 
     `against` and `metric` are filled in. The findings are read as they are written, without the rest of the experiments
     and their checks, which take seconds.
@@ -150,12 +150,12 @@ def _field(path: Path, name: str) -> str:
 
 
 def signed(value: float, unit: str) -> str:
-    """A difference with its sign and the decimals of its unit."""
+    """A difference with its sign and the number of decimals of its unit."""
     return f"{value:+.{UNITS[unit][1]}f}"
 
 
 def check_subjects(evidence: EvidenceConfig, where: str) -> None:
-    """Refuse findings about something that is neither a row of the catalogue nor a recipe."""
+    """Reject findings about anything that is neither a row of the catalogue nor a recipe."""
     from mmrl.core.catalogue import all_objectives, all_preferences
     from mmrl.recipes import all_recipes
 
@@ -163,7 +163,9 @@ def check_subjects(evidence: EvidenceConfig, where: str) -> None:
     for name in (name for found in evidence.findings for name in found.about):
         if name not in known:
             hint = did_you_mean(name, known)
-            raise UserError(f"{where}: evidence about '{name}', which is no objective or recipe; {hint}see `mmrl list`")
+            raise UserError(
+                f"{where}: evidence about '{name}', which is not an objective or a recipe; {hint}see `mmrl list`"
+            )
 
 
 def _check_known(what: str, name: str, known: Collection[str]) -> None:
@@ -182,7 +184,7 @@ def _check_verdict(found: FindingConfig, higher_is_better: bool, margin: float |
         ends = itertools.product((low - off, low, low + off), (high - off, high, high + off))
         right = dict.fromkeys(verdict(*pair, margin * scale) for pair in [(low, high), *ends])
         if found.verdict.removesuffix(" in part") not in right:
-            reason = f"{found.shown} with the margin {margin:g} is '{next(iter(right))}', not '{found.verdict}'"
+            reason = f"{found.shown} with margin {margin:g} is '{next(iter(right))}', not '{found.verdict}'"
             raise ValueError(f"finding on arm '{found.arm}': {reason}")
     elif (found.verdict.startswith("holds") and low <= 0) or (found.verdict == "negative" and high >= 0):
         raise ValueError(f"finding on arm '{found.arm}': the verdict '{found.verdict}' contradicts {found.shown}")

@@ -30,9 +30,9 @@ class PrepareConfig:
     config: str = MISSING
     """Configuration file of the run."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Values that replace the file's, by dotted key."""
+    """Values that override the file, by dotted key."""
     run_dir: str = MISSING
-    """Its run folder, relative to the output folder; a finished run there is not repeated."""
+    """Its run folder, relative to the output folder; a run that is already finished there is not repeated."""
 
 
 @dataclass
@@ -40,42 +40,43 @@ class ArmConfig:
     """One of the compared methods."""
 
     config: str | None = None
-    """Configuration file; null takes the experiment's `base`."""
+    """Configuration file; null means the experiment's `base`."""
     overrides: dict[str, Any] = field(default_factory=dict)
     """Values that this arm changes, by dotted key; {output_dir} in a text is the output folder, {seed} the run's seed,
     which gives an arm other data at each seed."""
     metrics: dict[str, str] = field(default_factory=dict)
-    """Names of the experiment's metrics in runs of this arm, if its recipe names them differently."""
+    """Names of the experiment's metrics in runs of this arm, if its recipe uses different names."""
     runs_of: str | None = None
-    """Another arm whose runs this one reads, with its own `metrics`, such as a rule that every run measures in addition
-    to what it trains; nothing is run for this arm."""
+    """Another arm whose runs this arm reads, with its own `metrics`, such as a rule that every run measures in addition
+    to what it trains. This arm has no runs of its own."""
     value_of: str | None = None
-    """Use the value of the swept parameter chosen for this arm, for example in a shuffled-reward control, which has no
+    """Arm whose chosen value of the swept parameter this arm uses, for example a shuffled-reward control, which has no
     signal to tune on."""
     reads: str = choice("end", ("end", "start"))
-    """Evaluation of its runs that counts: end, the last one, or start, the one before any update; with `runs_of` an arm
-    that represents the start."""
+    """Evaluation of its runs to compare: end (the last one) or start (before any update). With `runs_of`, start makes
+    an arm that represents the initial model."""
 
 
 @dataclass
 class SweepConfig:
-    """A parameter chosen on seeds that the comparison does not use, for each arm separately or for all together."""
+    """A parameter chosen on seeds that the comparison does not use, per arm or for all arms together."""
 
     parameter: str = "trainer.learning_rate"
     """Dotted key of the parameter."""
     values: list[Any] = field(default_factory=list)
-    """Values tried in every arm."""
+    """Values tried for every arm."""
     seeds: list[int] = field(default_factory=list)
-    """Seeds of the sweep; none may be a seed of the comparison."""
+    """Seeds of the sweep; they must differ from the seeds of the comparison."""
     metric: str | None = None
-    """Metric that picks the value; null takes the experiment's."""
+    """Metric by which the value is chosen; null means the experiment's."""
     extend: int = bounded(0, at_least=0)
-    """Values that may be added for an arm beyond the edge at which it is best, each at the distance of the last two."""
+    """Maximum number of values added for an arm if it is best at the edge of the range, each spaced like the last
+    two."""
     shared: bool = False
-    """Choose one value for all arms, that of the best mean over them, instead of one for each: where seeds differ more
-    than values do, the best of each arm is a matter of luck."""
+    """Choose one value for all arms, the one with the best mean over arms, instead of one per arm. If seeds differ more
+    than values do, the best value of a single arm is a matter of luck."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Values that runs of the sweep get after all others, such as fewer steps."""
+    """Overrides that runs of the sweep get after all others, such as fewer steps."""
 
 
 @dataclass
@@ -86,50 +87,51 @@ class WorkConfig:
     """
 
     metric: str | None = None
-    """Evaluation metric whose curve is read; null takes the experiment's."""
+    """Evaluation metric whose curve is read; null means the experiment's."""
     higher_is_better: bool | None = None
-    """Whether a larger value of it is better; null takes the experiment's."""
+    """Whether larger values of the metric are better; null means the experiment's setting."""
     target: str | int | float = BASELINE_FINAL
     """`baseline_final`, the baseline's own final value at each seed, or one number for all seeds."""
     baseline_last: int = only_with(bounded(1, at_least=1), target=BASELINE_FINAL)
-    """Last evaluations of the baseline whose mean is its final value; more than one steadies the target."""
+    """Number of last evaluations of the baseline that are averaged to its final value; more than one reduces noise in
+    the target."""
     baseline_share: float = only_with(bounded(1.0, above=0, at_most=1), target=BASELINE_FINAL)
-    """Share of the baseline's final value that is the target."""
+    """Fraction of the baseline's final value used as the target."""
     steps: int = bounded(0, at_least=0)
-    """Training steps whose mean is a point of the curve, of a metric that steps log themselves, such as
-    episode/success; 0 reads the evaluations."""
+    """Number of training steps averaged per point of the curve, for a metric that is logged at each step, such as
+    episode/success; 0 uses the evaluations."""
     baseline_spends: str = choice("reach", BASELINE_SPENDS)
-    """Baseline's cost in the ratios: reach, until its own curve has the target, or all of its run."""
+    """Cost of the baseline in the ratios: reach (until its own curve reaches the target) or all (its whole run)."""
     costs: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Costs by name, each a sum of weighted evaluation counters such as {cost/forward_rows: 1, cost/train_rows: 3}."""
+    """Costs by name, each a weighted sum of evaluation counters such as {cost/forward_rows: 1, cost/train_rows: 3}."""
 
     def validate(self) -> None:
-        """Check that the fields fit together; raises ValueError naming the key."""
+        """Check that the fields are consistent; raises ValueError with the key."""
         _check_number("work.target", self.target, BASELINE_FINAL)
         if not self.costs:
-            raise ValueError("`work.costs` is empty; name at least one cost, such as images: {cost/samples: 1}")
+            raise ValueError("`work.costs` is empty; add at least one cost, such as images: {cost/samples: 1}")
         for name, weights in self.costs.items():
             _check_cost(name, weights)
 
 
 @dataclass
 class AtConfig:
-    """Values of the arms at equal cost; needs `work`, whose metric is read."""
+    """Values of the arms at equal cost; requires `work`, whose metric is used."""
 
     cost: str = MISSING
     """Name of the cost in `work.costs`."""
     value: str | int | float = MIN_OF_ARMS_FINAL
-    """`min_of_arms_final`, at each seed the largest cost that every finished arm has spent, or one number."""
+    """`min_of_arms_final` (for each seed, the largest cost that every finished arm has reached) or one number."""
 
 
 @dataclass
 class CollapseConfig:
-    """Criterion for collapsed runs: they end with less than a share of their first value."""
+    """Criterion for collapsed runs: their final value is below a fraction of their first value."""
 
     metric: str = MISSING
-    """Evaluation metric of which more is better, such as a reward that is never optimised."""
+    """Evaluation metric for which higher is better, such as a reward that is never optimised."""
     below: float = bounded(0.5, above=0, at_most=1)
-    """Share of its value before training below which the final value counts as collapsed."""
+    """Fraction of the value before training below which the final value counts as collapsed."""
 
 
 @dataclass
@@ -139,25 +141,25 @@ class StoredArm:
     value: float = MISSING
     """Mean over the seeds."""
     difference: list[float] = field(default_factory=list)
-    """Mean, lower and upper end of the paired difference to the baseline; the two ends alone where the page states no
-    mean, which is then that of the values. Empty for the baseline, or if there is none."""
+    """Mean, lower and upper end of the paired difference to the baseline; only the two ends if the page states no mean,
+    which is then computed from the values. Empty for the baseline, or if there is none."""
     seeds: list[float] = field(default_factory=list)
-    """Each seed in the experiment's order, or the smallest and the largest."""
+    """Value of each seed in the experiment's order, or the minimum and the maximum."""
 
 
 @dataclass
 class StoredConfig:
-    """Numbers of a comparison whose runs are gone, from which `scripts/figures.py` draws its figure."""
+    """Numbers of a comparison whose runs no longer exist, from which `scripts/figures.py` draws its figure."""
 
     unit: str = ""
-    """Readable name of what they measure with its unit; empty takes the figure's."""
+    """Readable name of the measured quantity with its unit; empty means the figure's."""
     baseline: str = ""
-    """Arm that the differences are from; empty takes the experiment's."""
+    """Arm that the differences are relative to; empty means the experiment's."""
     arms: dict[str, StoredArm] = field(default_factory=dict)
-    """Numbers of each row of the figure, from top to bottom; a row need not be an arm that runs."""
+    """Numbers of each row of the figure, from top to bottom; a row does not have to be an arm with runs."""
 
     def validate(self, baseline: str) -> None:
-        """Check that the numbers are complete; raises ValueError naming the row."""
+        """Check that the numbers are complete; raises ValueError with the row."""
         if baseline not in self.arms:
             raise ValueError(f"`figure.stored.arms` lacks the baseline '{baseline}'; it has: {', '.join(self.arms)}")
         for name, arm in self.arms.items():
@@ -168,18 +170,19 @@ class StoredConfig:
 
 @dataclass
 class FigureConfig:
-    """How the figure of a comparison speaks to its readers."""
+    """Presentation of the figure of a comparison."""
 
     claim: str = ""
-    """The finding in one sentence, the title of runs that show the stored findings; else it is the name."""
+    """The finding in one sentence, used as the title if the runs agree with the stored findings; otherwise the title is
+    the name."""
     labels: dict[str, str] = field(default_factory=dict)
     """Readable names of arms."""
     unit: str = ""
     """Readable name of the metric with its unit; empty shows the metric's own name."""
     highlight: list[str] = field(default_factory=list)
-    """Arms that the claim is about; all others are grey. Empty gives every arm a colour."""
+    """Arms that the claim is about; all others are grey. If empty, every arm has its own colour."""
     stored: StoredConfig | None = None
-    """Numbers of the page to draw from where the runs are gone."""
+    """Numbers from the page to draw if the runs no longer exist."""
 
 
 @dataclass
@@ -189,53 +192,53 @@ class ExperimentConfig:
     name: str = MISSING
     """Name in the figure and in comparison.json."""
     arms: dict[str, ArmConfig | None] = field(default_factory=dict)
-    """The compared methods by name; an empty one is `base` unchanged."""
+    """The compared methods by name; an empty entry is `base` unchanged."""
     baseline: str = MISSING
     """Arm that the others are compared with."""
     seeds: list[int] = field(default_factory=list)
-    """Seeds of the comparison; each runs once in every arm."""
+    """Seeds of the comparison; every arm is run once per seed."""
     metric: str = MISSING
-    """Compared metric, see `metric_over`."""
+    """Compared metric; see `metric_over`."""
     metric_over: str = choice("last_evaluation", METRIC_OVER)
-    """last_evaluation, or steps: the mean over all training steps of a metric that they log themselves, such as
-    episode/success, the success of the policy's own episodes over the whole budget."""
+    """last_evaluation, or steps: the mean over all training steps of a metric logged at each step, such as
+    episode/success, the success rate of the training episodes over the whole budget."""
     base: str | None = None
-    """Configuration file of arms that name none."""
+    """Configuration file of arms that do not set their own."""
     overrides: dict[str, Any] = field(default_factory=dict)
-    """Values that every arm gets before its own."""
+    """Overrides that every arm gets before its own."""
     prepare: list[PrepareConfig] = field(default_factory=list)
-    """Runs made first, in this order."""
+    """Runs that are made first, in this order."""
     sweep: SweepConfig | None = None
     """Parameter to choose per arm before the comparison; null for none."""
     secondary_metrics: list[str] = field(default_factory=list)
-    """Further metrics to report, of the last evaluation or else of the last step; `split/name` is one of another task
+    """Additional metrics to report, from the last evaluation or else the last step; `split/name` selects another task
     set."""
     work: WorkConfig | None = None
     """Cost of each arm until it reaches a target; null for none."""
     at: AtConfig | None = None
     """Values at equal cost; null for none."""
     collapse: CollapseConfig | None = None
-    """Criterion for collapsed runs; null counts none."""
+    """Criterion for collapsed runs; null disables it."""
     split: str | None = None
-    """Task set whose evaluation counts; null takes the first one."""
+    """Task set whose evaluation is compared; null means the first one."""
     higher_is_better: bool = True
-    """Whether a larger metric is better; decides the sweep and which pairs are wins."""
+    """Whether larger values of the metric are better; used to choose the sweep's value and to count wins."""
     margin: float | None = bounded(None, above=0)
-    """Smallest difference of the metric that matters, in its own unit, stated before the runs; each difference then has
-    a verdict: holds, no effect within the margin, inconclusive or negative. Null gives none."""
+    """Smallest difference of the metric that matters, in its own unit, fixed before the runs. Each difference then gets
+    a verdict: holds, no effect within the margin, inconclusive or negative. Null gives no verdicts."""
     budget: str = ""
     """Budget of every arm, in words."""
     prepare_minutes: float = bounded(0.0, at_least=0)
-    """Minutes of one core for the preparations."""
+    """Minutes on one core for the preparations."""
     run_minutes: float | None = bounded(None, above=0)
-    """Minutes of one core for a run of an arm, from a pilot; null if not known."""
+    """Minutes on one core for a run of an arm, from a pilot; null if unknown."""
     jobs: int = bounded(2, at_least=1)
-    """Runs at a time, one thread each."""
+    """Number of parallel runs, with one thread each."""
     keep_checkpoints: bool = True
-    """Whether finished runs of the sweep and of the comparison keep their checkpoints, which for a model of 135 million
-    parameters take 1.6 GB each; those of the preparations stay."""
+    """Whether finished runs of the sweep and of the comparison keep their checkpoints, which take 1.6 GB each for a
+    model with 135 million parameters. Checkpoints of preparations are always kept."""
     timeout_s: float = bounded(7200.0, above=0)
-    """Seconds after which a run is stopped and counted as failed."""
+    """Time limit in seconds after which a run is stopped and counted as failed."""
     figure: FigureConfig = field(default_factory=FigureConfig)
     """Title, names and emphasis of comparison.png."""
     evidence: EvidenceConfig | None = None
@@ -246,7 +249,7 @@ class ExperimentConfig:
         return self.arms[name] or ArmConfig()
 
     def validate(self) -> None:
-        """Check that the fields fit together; raises ValueError naming the key."""
+        """Check that the fields are consistent; raises ValueError with the key."""
         self._check_arms()
         _check_seeds("seeds", self.seeds)
         self._check_sweep()
@@ -263,13 +266,15 @@ class ExperimentConfig:
             for arm in named:
                 if arm not in shown:
                     hint = did_you_mean(arm, shown)
-                    raise ValueError(f"`figure.{key}` names '{arm}'; {hint}arms: {', '.join(shown)}")
+                    raise ValueError(f"`figure.{key}` contains '{arm}'; {hint}arms: {', '.join(shown)}")
         if self.evidence is not None:
             # evidence may only speak of what is measured
             metrics = [self.metric, *self.secondary_metrics]
             self.evidence.check(self.arms, self.baseline, metrics, self.higher_is_better, self.margin)
             if self.run_minutes is None:
-                raise ValueError("`evidence` needs `run_minutes`, from which `mmrl reproduce` says how long it takes")
+                raise ValueError(
+                    "`evidence` requires `run_minutes`, from which `mmrl reproduce` estimates its run time"
+                )
 
     def source(self, name: str) -> str:
         """Arm whose runs an arm reads: its own, or those of `runs_of`."""
@@ -285,9 +290,9 @@ class ExperimentConfig:
             raise ValueError(f"`arms` needs at least two entries, got {len(self.arms)}")
         for arm in self.arms:
             if not _NAME.fullmatch(arm):
-                raise ValueError(f"arm name '{arm}' is a folder name; use letters, digits, '.', '_' and '-'")
+                raise ValueError(f"arm name '{arm}' is used as a folder name; use letters, digits, '.', '_' and '-'")
             if problem := label_problem(arm):
-                raise ValueError(f"arm name '{arm:.130}' is a folder name; {problem}")
+                raise ValueError(f"arm name '{arm:.130}' is used as a folder name; {problem}")
             self._check_runs_of(arm)
             self._check_value_of(arm)
             if self.arm(self.source(arm)).config is None and self.base is None:
@@ -305,9 +310,9 @@ class ExperimentConfig:
         if settings.runs_of not in running:
             raise ValueError(f"arms.{arm}.runs_of is '{settings.runs_of}'; arms with runs: {', '.join(running)}")
         if settings.config is not None or settings.overrides:
-            raise ValueError(f"arm '{arm}' reads runs of '{settings.runs_of}', so it takes no config and no overrides")
+            raise ValueError(f"arm '{arm}' reads runs of '{settings.runs_of}', so it must not have config or overrides")
         if not settings.metrics and settings.reads == "end":
-            difference = "say with which `metrics` it differs, or `reads: start`"
+            difference = "set its `metrics`, or `reads: start`"
             raise ValueError(f"arm '{arm}' reads runs of '{settings.runs_of}'; {difference}")
 
     def _check_value_of(self, arm: str) -> None:
@@ -315,22 +320,22 @@ class ExperimentConfig:
         if named is None:
             return
         if self.sweep is None or self.sweep.shared:
-            raise ValueError(f"arms.{arm}.value_of needs a `sweep` that is not shared")
+            raise ValueError(f"arms.{arm}.value_of requires a `sweep` that is not shared")
         tuned = [name for name in self.arms if self.arm(name).value_of is self.arm(name).runs_of is None]
         if named not in tuned or self.arm(arm).runs_of is not None:
-            raise ValueError(
-                f"arms.{arm}.value_of is '{named}'; arms that have a sweep of their own: {', '.join(tuned)}"
-            )
+            raise ValueError(f"arms.{arm}.value_of is '{named}'; arms with their own sweep: {', '.join(tuned)}")
 
     def _check_sweep(self) -> None:
         if self.sweep is None:
             return
         _check_seeds("sweep.seeds", self.sweep.seeds)
         if not self.sweep.values:
-            raise ValueError("`sweep.values` is empty; give the values to try, or remove `sweep`")
+            raise ValueError("`sweep.values` is empty; add the values to try, or remove `sweep`")
         numbers = [value for value in self.sweep.values if isinstance(value, int | float) and value > 0]
         if self.sweep.extend and (self.sweep.shared or len(set(numbers)) < max(2, len(self.sweep.values))):
-            raise ValueError("`sweep.extend` needs two or more different positive numbers, and no `sweep.shared`")
+            raise ValueError(
+                "`sweep.extend` requires at least two different positive values, and `sweep.shared` to be off"
+            )
         # a value chosen on a seed must not be judged on it
         shared = sorted(set(self.sweep.seeds) & set(self.seeds))
         if shared:
@@ -341,7 +346,7 @@ class ExperimentConfig:
             self.work.validate()
         if self.at is not None:
             if self.work is None:
-                raise ValueError("`at` needs `work`, which names the metric and the costs")
+                raise ValueError("`at` requires `work`, which defines the metric and the costs")
             if self.at.cost not in self.work.costs:
                 raise ValueError(f"`at.cost` is '{self.at.cost}'; costs of `work`: {', '.join(self.work.costs)}")
             _check_number("at.value", self.at.value, MIN_OF_ARMS_FINAL)
@@ -397,7 +402,7 @@ def _keep_references(experiment: ExperimentConfig) -> None:
 
 
 def as_file(experiment: ExperimentConfig) -> dict[str, Any]:
-    """Content of a file of the experiment, whose overrides are the texts of a file already."""
+    """Content of the experiment as a file, with overrides as they are written in files."""
     from mmrl.config import escaped
 
     content = dataclasses.asdict(experiment)
@@ -413,7 +418,7 @@ def as_file(experiment: ExperimentConfig) -> dict[str, Any]:
 def dotted_overrides(
     values: Mapping[str, Any], output_dir: Path, seed: int | None = None, prefix: str = ""
 ) -> list[str]:
-    """Command-line form of nested values, which are written as in a configuration file."""
+    """Command-line form of nested values that are written as in a configuration file."""
     from mmrl.config import as_override
 
     found = []
@@ -454,9 +459,9 @@ def _all_overrides(experiment: ExperimentConfig) -> Iterator[tuple[str, dict[str
 
 def _check_seeds(key: str, seeds: list[int]) -> None:
     if not seeds:
-        raise ValueError(f"`{key}` is empty; give the seeds to run")
+        raise ValueError(f"`{key}` is empty; add the seeds to run")
     if len(set(seeds)) < len(seeds):
-        raise ValueError(f"`{key}` repeats a seed: {seeds}")
+        raise ValueError(f"`{key}` contains a seed more than once: {seeds}")
 
 
 def _check_number(key: str, value: str | int | float, word: str) -> None:
@@ -470,11 +475,13 @@ def _check_cost(name: str, weights: Mapping[str, float]) -> None:
 
     counters = [metric for metric in METRICS | metric_definitions() if metric.startswith("cost/")]
     if not weights:
-        raise ValueError(f"`work.costs.{name}` is empty; give weights of {', '.join(counters)}")
+        raise ValueError(f"`work.costs.{name}` is empty; add weights of {', '.join(counters)}")
     for counter, weight in weights.items():
         if counter not in counters:
             hint = did_you_mean(counter, counters)
-            raise ValueError(f"`work.costs.{name}` has no counter '{counter}'; {hint}counters: {', '.join(counters)}")
+            raise ValueError(
+                f"`work.costs.{name}` has an unknown counter '{counter}'; {hint}counters: {', '.join(counters)}"
+            )
         if weight <= 0:
             raise ValueError(f"`work.costs.{name}`: the weight of '{counter}' is {weight}; it must be positive")
 
@@ -484,4 +491,4 @@ def _existing(name: str, here: Path, where: str) -> Path:
     for path in (own_config(Path(name)), here / name):
         if is_file(path):
             return path
-    raise UserError(f"{where}: there is no file {name}, neither from the working folder nor from {here}")
+    raise UserError(f"{where}: file {name} not found, neither relative to the working folder nor to {here}")

@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 GREY = "#8a929b"
 """Arms that a claim is not about."""
 WIDE = 9.2
-"""Inches: a page shows the figure at about this width, so that its text keeps its size."""
+"""Width in inches at which a page shows the figure, so that its text keeps its size."""
 TITLE: dict[str, Any] = {"fontsize": 10, "color": INK, "loc": "left"}
 FAR = 3.0
-"""Widths of the claim's own axis within which the other arms lie on it too."""
+"""Other arms share the claim's axis if they lie within this many widths of it."""
 LABEL_GAP = 0.08
-"""Share of a panel's height between the names at the ends of two curves."""
+"""Gap between the names at the ends of two curves, as a fraction of the panel's height."""
 
 Line = tuple[Sequence[float], Sequence[float]]
 """Positions and values of one run."""
@@ -64,7 +64,7 @@ def draw(experiment: ExperimentConfig, folder: Path, comparison: Comparison) -> 
 
 
 def supported(experiment: ExperimentConfig, comparison: Comparison) -> FigureConfig:
-    """The figure's settings, without the claim where findings are stored that these runs do not show."""
+    """The figure's settings, without the claim if these runs do not show the stored findings."""
     look, evidence = experiment.figure, experiment.evidence
     if evidence is None:
         return look
@@ -79,7 +79,7 @@ def supported(experiment: ExperimentConfig, comparison: Comparison) -> FigureCon
 
 
 def stored_figure(experiment: ExperimentConfig) -> Figure:
-    """The figure of a comparison whose runs are gone, from the numbers of its page in `figure.stored`."""
+    """The figure of a comparison whose runs no longer exist, from the numbers of its page in `figure.stored`."""
     look, stored = experiment.figure, experiment.figure.stored
     if stored is None:
         raise ValueError(f"{experiment.name} has no numbers in `figure.stored`")
@@ -164,7 +164,7 @@ def work_figure(
     curves: Mapping[str, Mapping[str, Sequence[Line]]],
     targets: Sequence[float] = (),
 ) -> Figure:
-    """A metric over its cost, one panel a cost and one colour an arm, with the mean target as a dashed line."""
+    """A metric over its cost, with one panel per cost, one colour per arm, and the mean target as a dashed line."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 

@@ -1,4 +1,4 @@
-"""The runs that follow from an experiment: configuration, overrides and folder of each."""
+"""The runs that an experiment consists of: configuration, overrides and folder of each."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class RunPlan:
     """One run of an experiment."""
 
     label: str
-    """Path of the run folder below the output folder."""
+    """Path of the run folder relative to the output folder."""
     config: Path
     """Configuration file."""
     overrides: tuple[str, ...]
-    """Dotted assignments without the run folder."""
+    """Dotted overrides, without the run folder."""
     run_dir: Path
     """Run folder."""
     metrics: Mapping[str, str] = field(default_factory=dict)
-    """Names of the experiment's metrics in the run, where they differ."""
+    """Names of the experiment's metrics in the run, if they differ."""
     reads: str = "end"
-    """Whether its last or its first evaluation counts."""
+    """Whether its last or its first evaluation is used."""
 
     def fingerprint(self) -> dict[str, Any]:
         """Inputs of the run: a changed file, parent file or override gives another fingerprint."""
@@ -43,7 +43,7 @@ class RunPlan:
 
 
 def plan_preparations(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
-    """Runs that come before the arms."""
+    """Runs made before those of the arms."""
     return [
         RunPlan(
             label=preparation.run_dir,
@@ -86,7 +86,7 @@ def sweep_label(arm: str, value: Any, seed: int) -> str:
 def plan_sweep(
     experiment: ExperimentConfig, output_dir: Path, values: Mapping[str, Sequence[Any]] | None = None
 ) -> list[RunPlan]:
-    """Every run of the sweep, seeds outermost, at the experiment's values or each arm's own; none without a sweep."""
+    """Every run of the sweep, with seeds in the outer loop, at the experiment's values or each arm's own."""
     sweep = experiment.sweep
     if sweep is None:
         return []
@@ -102,7 +102,7 @@ def plan_sweep(
 
 
 def running_arms(experiment: ExperimentConfig) -> list[str]:
-    """Arms that have runs of their own."""
+    """Arms that have their own runs."""
     return [arm for arm in experiment.arms if experiment.source(arm) == arm]
 
 
@@ -112,7 +112,7 @@ def tuned_arms(experiment: ExperimentConfig) -> list[str]:
 
 
 def plan_lines(experiment: ExperimentConfig) -> Iterator[str]:
-    """Yield how many runs an experiment has, their time on one core, and which difference would matter."""
+    """Yield how many runs an experiment has, their time on one core, and which difference matters."""
     sweep = experiment.sweep
     runs = len(running_arms(experiment)) * len(experiment.seeds)
     tried = 0 if sweep is None else len(tuned_arms(experiment)) * len(sweep.values) * len(sweep.seeds)
@@ -121,14 +121,14 @@ def plan_lines(experiment: ExperimentConfig) -> Iterator[str]:
         text += f"; about {planned_minutes(experiment, runs, tried) / 60:.1f} CPU hours"
         if sweep is not None and sweep.extend:
             each = experiment.run_minutes * _sweep_share(experiment) * len(sweep.seeds)
-            text += f", and {each:.2g} minutes for each value beyond an edge"
+            text += f", plus {each:.2g} minutes for each value beyond an edge"
     yield text
     if experiment.margin is not None:
         yield f"margin: a difference in {experiment.metric} matters from {experiment.margin:g} on"
 
 
 def planned_minutes(experiment: ExperimentConfig, runs: int, tried: int) -> float:
-    """Minutes of one core for the preparations, and for so many runs of the comparison and of the sweep."""
+    """Minutes on one core for the preparations and the given number of runs of the comparison and the sweep."""
     return experiment.prepare_minutes + (experiment.run_minutes or 0.0) * (runs + tried * _sweep_share(experiment))
 
 
@@ -155,7 +155,7 @@ def _effective(overrides: Sequence[str]) -> list[str]:
 
 
 def forget_digests() -> None:
-    """Reread configuration files for the next fingerprints; one call sees one state of the files."""
+    """Reread configuration files for the next fingerprints, so that one call sees one state of the files."""
     _digest.cache_clear()
 
 
@@ -177,7 +177,7 @@ MARKER = "experiment_run.json"
 
 
 def is_finished(plan: RunPlan) -> bool:
-    """Whether the run is done with the settings that are planned now."""
+    """Whether the run has finished with the settings that are planned now."""
     result = _read_json(plan, "result.json")
     if result is None or result.get("status") not in FINISHED:
         return False
@@ -194,7 +194,7 @@ def failure_of(plan: RunPlan) -> str | None:
 
 
 def prepare_folder(plan: RunPlan) -> bool:
-    """Make a run's folder ready for its start.
+    """Prepare a run's folder for its start.
 
     A folder of the same settings with a checkpoint is kept for continuing, unless that run had failed. A finished
     run of other settings is moved aside; what remains of failed and interrupted ones is removed.
@@ -208,7 +208,7 @@ def prepare_folder(plan: RunPlan) -> bool:
     if marker is None:
         if plan.run_dir.is_dir() and any(plan.run_dir.iterdir()):
             raise UserError(
-                f"{plan.run_dir} holds files that no experiment wrote, or a run with other settings than "
+                f"{plan.run_dir} contains files that no experiment wrote, or a run with settings other than "
                 f"{plan.config} {' '.join(plan.overrides)}; remove it or choose another output folder"
             )
         return False
@@ -224,7 +224,7 @@ def prepare_folder(plan: RunPlan) -> bool:
 
 
 def mark(plan: RunPlan, failed: str | None = None) -> None:
-    """Note in the run's folder which settings it was started with and, where it failed, why."""
+    """Record in the run's folder which settings it was started with and, if it failed, why."""
     plan.run_dir.mkdir(parents=True, exist_ok=True)
     content = {**plan.fingerprint(), "config": str(plan.config), "failed": failed}
     write_atomically(plan.run_dir / MARKER, json.dumps(content, indent=1) + "\n")

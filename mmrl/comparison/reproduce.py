@@ -26,13 +26,13 @@ FIRST_SEED = 201
 
 
 def measured(folder: Path = EXPERIMENTS) -> dict[str, ExperimentConfig]:
-    """Read the experiments that have evidence, by the name of their file."""
+    """Read the experiments that have evidence, by file name."""
     found = {path.stem: load_experiment(path) for path in sorted(folder.glob("*.yaml"))}
     return {name: experiment for name, experiment in found.items() if experiment.evidence is not None}
 
 
 def chosen(name: str, folder: Path = EXPERIMENTS) -> tuple[str, ExperimentConfig, list[FindingConfig]]:
-    """Find the experiment of a name, or the cheapest about a row or recipe, and its findings on that name."""
+    """Find the experiment with a name, or the cheapest one about a row or recipe, and its findings on that name."""
     known = measured(folder)
     if name in known:
         return name, known[name], evidence_of(known[name]).findings
@@ -56,14 +56,14 @@ def findings_by_subject(known: Mapping[str, ExperimentConfig]) -> dict[str, dict
 
 
 def evidence_of(experiment: ExperimentConfig) -> EvidenceConfig:
-    """Evidence of an experiment that has some."""
+    """Evidence of an experiment; raises an error if it has none."""
     if experiment.evidence is None:
         raise UserError(f"experiment '{experiment.name}' has no `evidence`")
     return experiment.evidence
 
 
 def minutes(experiment: ExperimentConfig, findings: Sequence[FindingConfig], seeds: int) -> float:
-    """Minutes of one core that repeating findings takes."""
+    """Minutes on one core that repeating findings takes."""
     evidence = evidence_of(experiment)
     runs = {experiment.source(arm) for arm in _arms(experiment, findings)}
     sweep = experiment.sweep
@@ -72,7 +72,7 @@ def minutes(experiment: ExperimentConfig, findings: Sequence[FindingConfig], see
 
 
 def listed(folder: Path = EXPERIMENTS) -> list[str]:
-    """Lines that say for each experiment which rows and recipes it measured, and how long two fresh seeds take."""
+    """Lines that list, for each experiment, the rows and recipes it measured and how long two fresh seeds take."""
     lines = []
     for name, experiment in measured(folder).items():
         findings = evidence_of(experiment).findings
@@ -91,7 +91,7 @@ def reproduce(
     command: CommandBuilder = train_command,
     say: Callable[[str], None],
 ) -> bool:
-    """Repeat the findings of an experiment, row or recipe, and say whether they agree with the stored intervals."""
+    """Repeat the findings of an experiment, row or recipe, and report whether they agree with the stored intervals."""
     stem, experiment, findings = chosen(name, folder)
     output = output or Path("runs/reproduce") / (stem if stem == name else f"{stem}-{name}")
     small = smaller(experiment, findings, seeds)
@@ -106,7 +106,7 @@ def reproduce(
 
 
 def smaller(experiment: ExperimentConfig, findings: Sequence[FindingConfig], seeds: int) -> ExperimentConfig:
-    """Reduce an experiment to the arms and metrics of findings, on fresh seeds, at the values that its sweep chose."""
+    """Reduce an experiment to the arms and metrics of findings, on fresh seeds, with the values of its sweep."""
     evidence, sweep = evidence_of(experiment), experiment.sweep
     used = {*experiment.seeds, *(sweep.seeds if sweep else ())}
     fresh = [seed for seed in range(FIRST_SEED, FIRST_SEED + seeds + len(used)) if seed not in used][:seeds]
@@ -174,7 +174,7 @@ def _agrees(
     pairs = [(mine.get(seed), others.get(seed)) for seed in experiment.seeds]
     differences = [a - b for a, b in pairs if a is not None and b is not None]
     if not differences:
-        raise RunError(f"no pair of {found.arm} and {baseline} finished; see {output / 'comparison.json'}")
+        raise RunError(f"no pair of {found.arm} and {baseline} has finished; see {output / 'comparison.json'}")
     factor, _ = UNITS[found.unit]
     mean = factor * math.fsum(differences) / len(differences)
     low, high = found.expected(n, len(differences))

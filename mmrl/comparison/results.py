@@ -24,7 +24,7 @@ class SeedValues:
     low: float | None = None
     high: float | None = None
     n: int = 0
-    """Seeds that have a value."""
+    """Number of seeds that have a value."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class ArmResult(SeedValues):
     chosen: dict[str, Any] | None = None
     """The swept parameter and its chosen value; None without a sweep."""
     secondary: dict[str, SeedValues] = field(default_factory=dict)
-    """Further metrics by name."""
+    """Additional metrics by name."""
     command: str = ""
     """Command of the arm's first run."""
 
@@ -51,9 +51,9 @@ class Difference:
     low: float | None = None
     high: float | None = None
     n: int = 0
-    """Pairs."""
+    """Number of pairs."""
     wins: int = 0
-    """Pairs in which the arm is better than the baseline."""
+    """Number of pairs in which the arm is better than the baseline."""
     verdict: str = ""
     """One of `mmrl.runs.statistics.VERDICTS` by the experiment's margin; empty without one."""
 
@@ -69,11 +69,11 @@ class SweepRow:
 
 @dataclass
 class SweepArm:
-    """All values tried in one arm."""
+    """All values tried for one arm."""
 
     rows: list[SweepRow]
     at_edge: bool
-    """Whether the chosen value is the smallest or the largest that was tried."""
+    """Whether the chosen value is the smallest or the largest one tried."""
 
 
 @dataclass
@@ -94,7 +94,7 @@ class Reach:
     """Cost of one arm until its curve reached the target."""
 
     needed: dict[int, float | None]
-    """Cost by seed; an upper bound if the first evaluation has the target already, None if it is never reached."""
+    """Cost by seed; an upper bound if the first evaluation already reaches the target, None if it is never reached."""
     spent: dict[int, float]
     """Cost of the whole run on seeds that never reach the target."""
     reached: int
@@ -107,10 +107,10 @@ class Reach:
 
 @dataclass
 class CostRatio:
-    """Geometric mean of baseline cost / arm cost over the seeds that both have, or its bounds."""
+    """Geometric mean of baseline cost / arm cost over the seeds that both have, or bounds of it."""
 
     per_seed: dict[int, list[float]]
-    """Lower and upper bound of the ratio; equal where both reached the target."""
+    """Lower and upper bound of the ratio; equal if both reached the target."""
     missing_seeds: list[int]
     never: list[int]
     """Seeds on which the arm never reaches the target."""
@@ -129,7 +129,7 @@ class CostResult:
     """One cost: each arm's, and the ratio of the baseline's cost to it."""
 
     weights: dict[str, float]
-    """Evaluation counters to their weights in the cost."""
+    """Weight of each evaluation counter in the cost."""
     arms: dict[str, Reach]
     ratios: dict[str, CostRatio]
 
@@ -156,26 +156,26 @@ class EqualCostResult:
     cost: str
     value: str | int | float
     costs: dict[int, float | None]
-    """Cost at which the curves are read, by seed."""
+    """Cost at which the curves are compared, by seed."""
     arms: dict[str, SeedValues]
     differences: dict[str, Difference]
 
 
 @dataclass
 class CollapseArm:
-    """Share of its start value that each run of an arm kept."""
+    """Fraction of its initial value that each run of an arm kept."""
 
     kept: dict[int, float | None]
     collapsed: list[int]
     share: float | None
-    """Share of the runs that collapsed."""
+    """Fraction of runs that collapsed."""
     n: int
     missing_seeds: list[int]
 
 
 @dataclass
 class CollapseResult:
-    """Runs that end with less than a share of their first value."""
+    """Runs whose final value is below a fraction of their first value."""
 
     metric: str
     below: float
@@ -184,7 +184,7 @@ class CollapseResult:
 
 @dataclass
 class RunFailure:
-    """A run that failed, or that finished without a number that was asked for."""
+    """A run that failed, or that finished without a requested number."""
 
     run: str
     reason: str
@@ -215,13 +215,13 @@ class Comparison:
     """Smallest difference of the metric that matters."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, as saved; a section that the experiment does not have is empty."""
+        """Plain values, as saved; sections that the experiment does not have are empty."""
         content = dataclasses.asdict(self)
         return {key: {} if value is None else value for key, value in content.items()}
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:
-    """Yield the means, the paired differences, the work, values at equal cost, collapsed runs and failures."""
+    """Yield lines on means, paired differences, work, values at equal cost, collapsed runs and failures."""
     for arm, entry in comparison.arms.items():
         if entry.n:
             yield f"{arm}: mean {comparison.metric} {entry.mean:.4f} over {entry.n} seeds"
@@ -240,7 +240,7 @@ def failure_text(failures: Sequence[RunFailure]) -> str:
     """Number of failed runs, and the first reason."""
     if not failures:
         return "nothing has run yet"
-    return f"{len(failures)} run(s) failed, the first is {failures[0].run}: {failures[0].reason}"
+    return f"{len(failures)} run(s) failed; the first one is {failures[0].run}: {failures[0].reason}"
 
 
 def _difference_lines(differences: Mapping[str, Difference], baseline: str) -> Iterator[str]:
@@ -256,7 +256,7 @@ def _difference_lines(differences: Mapping[str, Difference], baseline: str) -> I
 
 def _work_lines(work: WorkResult, baseline: str) -> Iterator[str]:
     """Table of how many times less than the baseline each arm needs, one row a cost and arm."""
-    whole = f", {baseline}'s being that of its whole run" if work.baseline_spends == "all" else ""
+    whole = f", for {baseline} the cost of its whole run" if work.baseline_spends == "all" else ""
     yield f"cost to reach {work.metric} = {_target_text(work, baseline)}{whole}, geometric mean of the ratios:"
     rows = [("cost", "arm", f"{baseline} / arm", "95%", "reached by arm", f"by {baseline}")]
     rows += [
@@ -278,7 +278,7 @@ def _work_lines(work: WorkResult, baseline: str) -> Iterator[str]:
         for arm, reach in table.arms.items():
             if reach.at_first_evaluation:
                 seeds = _listed(reach.at_first_evaluation)
-                yield f"  {cost}, {arm}: the first evaluation has the target already at seeds {seeds}"
+                yield f"  {cost}, {arm}: the first evaluation already reaches the target for seeds {seeds}"
 
 
 def _target_text(work: WorkResult, baseline: str) -> str:
@@ -308,7 +308,7 @@ def _aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 
 
 def _equal_cost_lines(at: EqualCostResult, baseline: str) -> Iterator[str]:
-    where = f"{at.value:g}" if not isinstance(at.value, str) else "what every arm has spent at each seed"
+    where = f"{at.value:g}" if not isinstance(at.value, str) else "spent by every arm, per seed"
     yield f"{at.metric} at equal {at.cost} ({where}):"
     for arm, entry in at.arms.items():
         mean = "no value" if entry.mean is None else f"mean {entry.mean:.4f} over {entry.n} seeds"
@@ -318,7 +318,7 @@ def _equal_cost_lines(at: EqualCostResult, baseline: str) -> Iterator[str]:
 
 
 def _collapse_lines(collapse: CollapseResult) -> Iterator[str]:
-    yield f"runs that end with less than {collapse.below:g} of their first {collapse.metric}:"
+    yield f"runs whose final {collapse.metric} is below {collapse.below:g} of the first:"
     for arm, entry in collapse.arms.items():
         unknown = f"; unknown for seeds {_listed(entry.missing_seeds)}" if entry.missing_seeds else ""
         yield f"  {arm}: {len(entry.collapsed)} of {entry.n}{unknown}"

@@ -52,14 +52,14 @@ class Job:
     command: tuple[str, ...]
     """Program and arguments."""
     log: Path
-    """File that takes standard output and error."""
+    """File for standard output and error."""
     before: Callable[[], None] | None = None
-    """Called right before the start."""
+    """Called immediately before the start."""
 
 
 @dataclass(frozen=True)
 class JobResult:
-    """End of a command."""
+    """Result of a command."""
 
     job: Job
     """The command."""
@@ -88,7 +88,7 @@ class _Running:
 
 
 def run_jobs(jobs: Sequence[Job], limit: int, timeout_s: float, on_done: Callable[[JobResult], None]) -> None:
-    """Run commands, at most `limit` at once; when this call ends, for any reason, its commands have ended too."""
+    """Run commands, at most `limit` in parallel; when this call ends, for any reason, its commands have ended too."""
     waiting = deque(jobs)
     running: list[_Running] = []
     with _signals_raise():
@@ -176,7 +176,7 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
 
 
 class SharedRay:
-    """A Ray on this machine that starts when a run first asks for it.
+    """A Ray instance on this machine that is started when a run first needs it.
 
     Args:
         configs: all configurations of the experiment.
@@ -185,13 +185,13 @@ class SharedRay:
 
     def __init__(self, configs: Sequence[Any], jobs: int) -> None:
         self.wanted = [options for config in configs if (options := own_ray(config)) is not None]
-        """Options of the runs that would start a Ray of their own."""
+        """Options of the runs that would start their own Ray."""
         self._address = ""
         self.jobs = jobs
-        """Runs at a time; fewer than wanted where the GPUs do not hold the workers of as many."""
+        """Number of parallel runs; fewer than requested if the GPUs have no room for the workers of that many."""
 
     def arguments(self, config: Any) -> list[str]:
-        """Further arguments of a run, which have its workers join."""
+        """Additional arguments of a run that make its workers join this Ray."""
         if own_ray(config) is None:
             return []
         if not self._address:
@@ -199,7 +199,7 @@ class SharedRay:
         return [f"rollers.address={self._address}"]
 
     def close(self) -> None:
-        """End Ray and what still runs in it."""
+        """Stop Ray and everything that still runs in it."""
         if self._address:
             import ray
 
@@ -228,7 +228,7 @@ CommandBuilder = Callable[[RunPlan, bool], Sequence[str]]
 
 
 def train_command(plan: RunPlan, resume: bool) -> list[str]:
-    """Program and arguments that train one run, or continue it from its last checkpoint."""
+    """Command that trains one run, or continues it from its last checkpoint."""
     from mmrl.config import as_override, escaped
 
     command = [sys.executable, "-m", "mmrl.cli", "train", str(plan.config), *plan.overrides]
@@ -245,7 +245,7 @@ def run_experiment(
     announce: Callable[[str], None] | None = None,
     allow: Sequence[str] | None = None,
 ) -> Path:
-    """Run the unfinished runs of an experiment file, and write comparison.json and its figures.
+    """Run the unfinished runs of an experiment file and write comparison.json and its figures.
 
     The figures are comparison.png, and work.png where the experiment has costs. `allow` lists the code outside the
     suite that the experiment may name (`mmrl.trust`); None if the caller has read the file.
@@ -280,7 +280,7 @@ def run_experiment(
         session.save(comparison)
     if not has_pairs:
         reason = failure_text(comparison.failures)
-        raise RunError(f"no pair of runs finished: {reason}; see {folder / 'comparison.json'}")
+        raise RunError(f"no pair of runs has finished: {reason}; see {folder / 'comparison.json'}")
     return folder
 
 
@@ -306,14 +306,14 @@ class _Session:
     announce: Callable[[str], None]
 
     def prepare(self) -> None:
-        """Make the shared runs, one after another."""
+        """Run the preparations, one after another."""
         for plan in plan_preparations(self.experiment, self.folder):
             # the arms build on the preparation, so nothing goes on without it
             for label, reason in self.run([plan], keep=True).items():
                 raise RunError(f"preparation {label} failed: {reason}; log: {self._log(plan)}")
 
     def sweep(self) -> None:
-        """Try every value of the swept parameter in every arm."""
+        """Try every value of the swept parameter for every arm."""
         if self.experiment.sweep is None:
             return
         shared = self.experiment.sweep.shared
@@ -324,23 +324,23 @@ class _Session:
         for arm, value in chosen_values(self.experiment, self.folder).items():
             if value is None:
                 text = failure_text(self.write("failed").failures)
-                own = f"run of the sweep of arm '{arm}' finished"
-                raise RunError(f"no {'value of the sweep finished in all arms' if shared else own}: {text}")
-            self.announce(f"{arm}: {self.experiment.sweep.parameter}={value} chosen")
+                own = f"run of the sweep finished for arm '{arm}'"
+                raise RunError(f"no {'value of the sweep finished for all arms' if shared else own}: {text}")
+            self.announce(f"{arm}: chose {self.experiment.sweep.parameter}={value}")
 
     def compare(self) -> None:
-        """Run every arm on every seed of the comparison, pairs close together."""
+        """Run every arm on every seed of the comparison, with the runs of a pair close together."""
         plans = plan_comparison(self.experiment, self.folder)
         # seeds outermost and by label: arms that read another arm's runs add none of their own
         runs = {by_seed[seed].label: by_seed[seed] for seed in self.experiment.seeds for by_seed in plans.values()}
         self.run(list(runs.values()))
 
     def run(self, plans: Sequence[RunPlan], keep: bool = False) -> dict[str, str]:
-        """Start the unfinished runs and write comparison.json after each end."""
+        """Start the unfinished runs and write comparison.json whenever one ends."""
         # finished with the same settings; others run again or continue
         waiting = {plan.label: plan for plan in plans if not run_status.is_finished(plan)}
         if len(waiting) < len(plans):
-            self.announce(f"{len(plans) - len(waiting)} of {len(plans)} runs are finished already")
+            self.announce(f"{len(plans) - len(waiting)} of {len(plans)} runs have already finished")
         resumed = {label for label, plan in waiting.items() if run_status.prepare_folder(plan)}
         queue = [
             Job(label, self._program(plan, label in resumed), self._log(plan), partial(run_status.mark, plan))
@@ -382,7 +382,7 @@ class _Session:
         return comparison
 
     def save(self, comparison: Comparison) -> Comparison:
-        """Write comparison.json, and the figures of a comparison that has ended."""
+        """Write comparison.json, and the figures if the comparison has ended."""
         text = json.dumps(finite_or_none(comparison.as_dict()), indent=1, ensure_ascii=False)
         write_atomically(self.folder / "comparison.json", text + "\n")
         if comparison.status != "running":
@@ -396,7 +396,7 @@ class _Session:
         reason = result.reason
         # a program may end with code 0 before its run is done
         if reason is None and not run_status.is_finished(plan):
-            reason = "it ended without a result.json that says done"
+            reason = "it ended without a result.json with status done"
         if reason is not None:
             run_status.mark(plan, reason)
         return reason
@@ -413,8 +413,8 @@ def _checked_configurations(experiment: ExperimentConfig, folder: Path) -> list[
         configs.append(config := _load(plan))
         if arm in starts and not config.evaluation.at_start:
             raise UserError(
-                f"{starts[arm]} compares with the evaluation before training, but evaluation.at_start of "
-                f"{plan.label} is false; set it to true"
+                f"{starts[arm]} uses the evaluation before training, but evaluation.at_start of {plan.label} is "
+                "false; set it to true"
             )
     return configs
 
@@ -451,6 +451,6 @@ def _shown(command: Sequence[str]) -> str:
 
 
 def say(line: str) -> None:
-    """Print a line at once."""
+    """Print a line without buffering."""
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()

@@ -58,7 +58,7 @@ Bounds = tuple[float, float]
 
 
 def plan_comparison(experiment: ExperimentConfig, folder: Path) -> dict[str, dict[int, RunPlan]]:
-    """Every run of the comparison, arm to seed to plan, with the values that the sweep has chosen so far."""
+    """Every run of the comparison (arm to seed to plan), with the values that the sweep has chosen so far."""
     chosen = chosen_values(experiment, folder)
     return {
         arm: {seed: plan_arm_run(experiment, folder, arm, seed, chosen[arm]) for seed in experiment.seeds}
@@ -73,7 +73,7 @@ def chosen_values(experiment: ExperimentConfig, folder: Path) -> dict[str, Any]:
 
 
 def summarise(experiment: ExperimentConfig, folder: Path, status: str = "done", command: str = "") -> Comparison:
-    """Results of the runs that are finished."""
+    """Results of the finished runs."""
     plans = plan_comparison(experiment, folder)
     values = {arm: last_values(experiment, by_seed, experiment.metric) for arm, by_seed in plans.items()}
     curves = read_curves(experiment, plans)
@@ -98,7 +98,7 @@ def summarise(experiment: ExperimentConfig, folder: Path, status: str = "done", 
 
 
 def sweep_result(experiment: ExperimentConfig, folder: Path) -> SweepResult | None:
-    """Every value's results in every arm, and the value with the best mean; None without a sweep."""
+    """Results of every value in every arm, and the value with the best mean; None without a sweep."""
     sweep = experiment.sweep
     if sweep is None:
         return None
@@ -119,7 +119,7 @@ def sweep_result(experiment: ExperimentConfig, folder: Path) -> SweepResult | No
 
 
 def sweep_values(experiment: ExperimentConfig, folder: Path) -> dict[str, list[Any]]:
-    """Values that each arm tries, as far as its finished runs say; none without a sweep."""
+    """Values that each arm tries, as far as known from its finished runs; empty without a sweep."""
     found = sweep_result(experiment, folder)
     return {} if found is None else {arm: [row.value for row in table.rows] for arm, table in found.arms.items()}
 
@@ -398,9 +398,9 @@ def _no_value(experiment: ExperimentConfig, plan: RunPlan) -> str | None:
     if not is_finished(plan) or last_value(experiment, plan, experiment.metric) is not None:
         return None
     if experiment.metric_over == "steps":
-        return f"'{experiment.metric}' is no number in any of its steps; see {plan.run_dir / 'metrics.jsonl'}"
+        return f"'{experiment.metric}' is not a number in any of its steps; see {plan.run_dir / 'metrics.jsonl'}"
     known = sorted({name for record in evaluations(experiment, plan)[-1:] for name in record})
-    return f"'{experiment.metric}' is no number in its last evaluation, which has: {', '.join(known)}"
+    return f"'{experiment.metric}' is not a number in its last evaluation, which has: {', '.join(known)}"
 
 
 def _unreadable(experiment: ExperimentConfig, arm: str, plan: RunPlan) -> Iterator[str]:

@@ -30,17 +30,17 @@ from mmrl.training.recipe import Step
 from mmrl.training.run import evaluation_of, open_evaluation
 
 TOLERANCE = 1e-3
-"""Relative difference of numbers that another machine or version may cause."""
+"""Relative difference of numbers that is tolerated between machines or versions."""
 NAMED = ("task", "state", "seed")
-"""Columns that say what was run, where a domain has them."""
+"""Columns that describe what was run, if a domain has them."""
 DRAWN = 10
-"""Rows that are repeated by default."""
+"""Number of rows repeated by default."""
 FALSE_SHARE = 0.02
-"""Share of false rows for which the chance to notice one is shown."""
+"""Fraction of false rows for which the detection probability is shown."""
 SURE = 0.95
 UNEQUAL = (
-    "two repetitions of it here differ too; something is drawn that no seed sets, for instance by an environment whose "
-    "reset(seed) does not seed all its generators"
+    "two repetitions on this machine differ too; some random numbers do not depend on the seed, for instance in "
+    "an environment whose reset(seed) does not seed all its generators"
 )
 Say = Callable[[str], None]
 
@@ -71,35 +71,35 @@ def verify(
     """
     ledger = read_ledger(path)
     if problems := ledger.problems():
-        raise UserError("\n  ".join([f"{path} cannot be right:", *problems]))
+        raise UserError("\n  ".join([f"{path} is inconsistent:", *problems]))
     say(f"{len(ledger.rows)} rows, protocol {_short(ledger.about)}, policy {_short(ledger.about['policy'])}")
     for rate in ledger.success_rates():
         say(f"  {rate}")
     count = len(ledger.rows)
     rows = min(DRAWN, count) if rows is None else rows
     if not 0 <= rows <= count:
-        raise UserError(f"--rows is {rows}; {path} has {count} rows, so give 0 to {count}")
+        raise UserError(f"--rows is {rows}; {path} has {count} rows, so use 0 to {count}")
     numbers = list(dict.fromkeys(chosen)) or sorted(random.sample(range(1, count + 1), rows))
     if wrong := [number for number in numbers if not 1 <= number <= count]:
-        raise UserError(f"there is no row {wrong[0]}; {path} has rows 1 to {count}")
+        raise UserError(f"row {wrong[0]} does not exist; {path} has rows 1 to {count}")
     if not chosen and 0 < rows < count:
         say(f"  {power(count, rows)}")
     return _repeat(ledger, numbers, overrides, allow, say) if numbers else 0
 
 
 def power(count: int, rows: int) -> str:
-    """Say how likely it is that rows drawn at random show a ledger of `count` rows to hold false ones."""
+    """State how likely it is that randomly drawn rows reveal false rows in a ledger of `count` rows."""
     false = max(1, round(FALSE_SHARE * count))
     needed = next(number for number in range(count + 1) if chance(count, false, number) >= SURE)
     whom = f"a ledger with {false} false of its {count} rows ({false / count:.0%})"
     return (
-        f"{rows} rows drawn at random notice {whom} with a probability of {chance(count, false, rows):.0%}; "
-        f"--rows {needed} would with {SURE:.0%}"
+        f"{rows} randomly drawn rows detect {whom} with a probability of {chance(count, false, rows):.0%}; --rows "
+        f"{needed} would detect it with {SURE:.0%}"
     )
 
 
 def chance(count: int, false: int, drawn: int) -> float:
-    """Probability that at least one of the `false` rows of `count` is among those drawn without putting back.
+    """Probability that a sample without replacement contains at least one of the `false` rows among `count`.
 
     Source: the hypergeometric distribution, 1 - P(X = 0).
     """
@@ -118,7 +118,9 @@ def _repeat(ledger: Ledger, numbers: Sequence[int], overrides: Sequence[str], al
     folder = None if policy.get("checkpoint") is None else ledger.folder / policy["checkpoint"]
     # os.path: a name that no file can have is no folder either
     if folder is not None and not (re.fullmatch(r"step-\d{1,15}", folder.name) and os.path.isdir(folder)):
-        raise UserError(f"{ledger.folder / PROTOCOL} names the checkpoint {str(folder)!r:.200}, which is not there")
+        raise UserError(
+            f"{ledger.folder / PROTOCOL} refers to the checkpoint {str(folder)!r:.200}, which does not exist"
+        )
     with (
         _configuration(ledger, overrides, allow) as (entry, config),
         open_evaluation(entry, config, folder) as (recipe, accelerator, step),
@@ -128,7 +130,7 @@ def _repeat(ledger: Ledger, numbers: Sequence[int], overrides: Sequence[str], al
         processes = {"processes": ledger.about["machine"]["processes"]}
         other = _differences(ledger.about["machine"], {**here["machine"], **processes})
         if other:
-            say(f"  on another machine, so digests of outputs are not compared: {'; '.join(other)}")
+            say(f"  digests of outputs are not compared because the machine differs: {'; '.join(other)}")
         with recipe.evaluating(recipe.policy), torch.no_grad(), accelerator.autocast():
             return _compare(ledger, numbers, Repeater(recipe, ledger, step), bool(other), say)
 
@@ -165,9 +167,9 @@ def _check_same(ledger: Ledger, here: Row) -> None:
     """Refuse another protocol or policy than the ledger's."""
     if (own := digest(here["protocol"])) != ledger.about["sha256"]:
         listed = "; ".join(_differences(ledger.protocol, here["protocol"]))
-        raise UserError(f"the protocol here has SHA-256 {own}, the ledger's {ledger.about['sha256']}: {listed}")
+        raise UserError(f"the protocol here has SHA-256 {own}, but the ledger's has {ledger.about['sha256']}: {listed}")
     if (own := here["policy"]["sha256"]) != ledger.about["policy"]["sha256"]:
-        raise UserError(f"the policy here has SHA-256 {own}, the ledger's {ledger.about['policy']['sha256']}")
+        raise UserError(f"the policy here has SHA-256 {own}, but the ledger's has {ledger.about['policy']['sha256']}")
 
 
 def _differences(old: Any, new: Any, place: str = "") -> list[str]:
@@ -191,7 +193,7 @@ class Repeater:
         self._measures = {split: recipe.measures(recipe.policy, split, step) for split in self._tasks}
 
     def run(self, row: Row, *, alone: bool) -> Row:
-        """The results of a row's trial, computed alone or in its batch."""
+        """The results of a row's trial, computed alone or in its original batch."""
         measure, key = self._measures[row["split"]][row["measure"]], (row["index"], row["repeat"])
         start, batch = batch_of(measure, self._tasks[row["split"]], key, self._processes)
         rows = measure.run([trial for trial in batch if not alone or trial.key == key], start)
@@ -215,7 +217,7 @@ def _compare(ledger: Ledger, numbers: Sequence[int], repeater: Repeater, other: 
             say(f"  row {number} ({name}) differs: {'; '.join(texts)}")
             if own := _changes(again, repeater.run(row, alone=True), other):
                 say(f"    {UNEQUAL}: {'; '.join(own)}")
-    note = f" ({batched} of them in the batch in which they were computed, by rounding)" if batched else ""
+    note = f" ({batched} of them only in their original batch, because of rounding)" if batched else ""
     shown = ", ".join(map(str, numbers))
     say(f"{len(numbers) - differing} of {len(numbers)} rows are the same{note}: --row {shown.replace(' ', '')}")
     return int(differing > 0)

@@ -1,1 +1,1 @@
-"""Methods of single papers: they train, repeat and resume, and agree with one golden file; no more is promised."""
+"""Methods from single papers: they train, repeat and resume, and match one golden file; nothing more is tested."""

@@ -17,20 +17,20 @@ BlockT = TypeVar("BlockT", bound="Block")
 
 @dataclass(frozen=True)
 class Block:
-    """One part of an objective: a frozen dataclass that holds only its own numbers."""
+    """One part of an objective: a frozen dataclass that contains only its own numbers."""
 
     kind: ClassVar[str]
     """Name in configurations and tables."""
     needs: ClassVar[frozenset[str]] = frozenset()
-    """Inputs required besides log-probabilities and rewards: "samples" (several rows a group), "values", "turns",
-    "entropy", "entropy_old" (`rollouts.entropy`, before the update), "logp_ref" (reference log-probabilities), "kl_ref"
-    (exact divergence from the reference), "kl_old" (from the policy that the update starts from), "separate_critic" (a
-    critic that the recipe trains), "probabilities" (exp(logp) is one, not a density), "collision" (sum of squared
-    probabilities, before the update), and entries of `rollouts.extras` that `mmrl.training.objectives.SCORES`
-    explains."""
+    """Inputs required in addition to log-probabilities and rewards: "samples" (several rows per group), "values",
+    "turns", "entropy", "entropy_old" (`rollouts.entropy`, before the update), "logp_ref" (reference log-probabilities),
+    "kl_ref" (exact divergence from the reference), "kl_old" (from the policy that the update starts from),
+    "separate_critic" (a critic that the recipe trains), "probabilities" (exp(logp) is one, not a density), "collision"
+    (sum of squared probabilities, before the update), and entries of `rollouts.extras` that
+    `mmrl.training.objectives.SCORES` explains."""
 
     reads_sum: ClassVar[bool] = False
-    """Whether it reads the total reward of rows where an estimator of advantages may be given one term alone."""
+    """Whether it needs the total reward of rows even if advantage estimators are given one reward term at a time."""
 
     @property
     def inputs(self) -> frozenset[str]:
@@ -42,18 +42,18 @@ class Block:
         raise NotImplementedError(f"{type(self).__name__} has no formula")
 
     def state(self) -> Stateful | None:
-        """A fresh memory of earlier steps, passed back in on every call; None for blocks without memory."""
+        """New state for remembering earlier steps, passed back in on every call; None for stateless blocks."""
         return None
 
     def observe(self, rollouts: Rollouts, state: Any) -> Rollouts:
-        """Move the state by the rows of a step, of all processes and with advantages; may add to their `extras`.
+        """Update the state with the rows of a step from all processes, with advantages; may add to their `extras`.
 
         Advantage estimators receive the state together with the rows in their call instead.
         """
         return rollouts
 
     def problems(self, where: str) -> Iterator[str]:
-        """Yield what is wrong with the block's own numbers; `where` is its key, such as "clip"."""
+        """Yield problems with the block's own numbers; `where` is its key, such as "clip"."""
         yield from field_problems(self, where)
 
     def summary(self) -> str:
@@ -71,7 +71,7 @@ class Block:
         return [item.name for item in dataclasses.fields(cls)]
 
     def replace(self, **changes: Any) -> Self:
-        """A copy with some numbers exchanged."""
+        """A copy with some numbers replaced."""
         return dataclasses.replace(self, **changes)
 
 
@@ -90,5 +90,5 @@ def kinds(*bases: type[BlockT]) -> dict[str, type[BlockT]]:
 
 
 def unknown_name(name: object, known: Collection[str], what: str) -> str:
-    """Return the message for a name that does not exist, with the closest one that does."""
-    return f"There is no {what} '{name}'; {did_you_mean(name, known)}available: {', '.join(known)}."
+    """Return the message for an unknown name, with the closest existing name."""
+    return f"unknown {what} '{name}'; {did_you_mean(name, known)}available: {', '.join(known)}."

@@ -15,7 +15,7 @@ from mmrl.core.payload import numbers
 CHUNK_ELEMENTS = 2**24  # 64 MiB of float32 for one [rows, V] buffer
 
 BLOCK_ELEMENTS = 2**22
-"""Elements of a weight's gradient that are computed at once, where they are added to others."""
+"""Number of elements of a weight's gradient that are computed at a time when accumulating."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ def gaussian_step_logprob(
     Source: kvablack/ddpo-pytorch ddim_with_logprob (mean).
     """
     if reduction not in ("mean", "sum"):
-        raise ValueError(f"There is no reduction '{reduction}'. Available: mean, sum.")
+        raise ValueError(f"unknown reduction '{reduction}'; available: mean, sum")
     if x.shape != mean.shape:
         raise ValueError(f"x and mean must have the same shape; got {tuple(x.shape)} and {tuple(mean.shape)}.")
     dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
@@ -290,7 +290,7 @@ class _Sum:
         self._sum = part.to(_exact_dtype(self._like)) if self._sum is None else self._sum.add_(part)
 
     def add_product(self, left: Tensor, right: Tensor) -> None:
-        """Add left^T right, of (r, V) and (r, H), in blocks of V that need no second tensor of the size of the sum."""
+        """Add left^T right, of (r, V) and (r, H), in blocks of V to avoid a second tensor of the size of the sum."""
         if self._sum is None:
             self.add(left.t() @ right)
             return
@@ -385,7 +385,7 @@ def _no_autocast(x: Tensor) -> torch.autocast:
 def _check_inputs(x: Tensor, targets: Tensor, temperature: float, chunk_rows: int | None, name: str) -> None:
     if x.dim() != 2 or tuple(targets.shape) != (x.shape[0],) or targets.dtype != torch.int64:
         raise ValueError(
-            f"{name} must be 2-d and targets 1-d int64 with one entry a row; got {tuple(x.shape)} and "
+            f"{name} must be 2-d and targets 1-d int64 with one entry per row; got {tuple(x.shape)} and "
             f"{targets.dtype} {tuple(targets.shape)}. Flatten (B, T) decisions first, e.g. {name}[mask.bool()]."
         )
     if temperature <= 0:
@@ -402,7 +402,7 @@ def _check_banned(banned: Tensor | None, targets: Tensor, entries: int) -> Tenso
     # one transfer for three checks
     low, high, hits = numbers([banned.min(), banned.max(), hit.any()])
     if low < 0 or high >= entries:
-        raise ValueError(f"banned holds an entry outside 0..{entries - 1}.")
+        raise ValueError(f"banned contains an entry outside 0..{entries - 1}.")
     if hits:
         raise ValueError(
             f"{int(hit.sum())} targets are banned entries (first: {int(targets[hit][0])}), so their "

@@ -1,4 +1,4 @@
-"""Masked means of per-decision terms, metrics and policy outputs; denominators are counted once per optimiser step."""
+"""Masked means of per-decision terms, metrics and policy outputs, with denominators counted once per optimiser step."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Denominators:
 
     @staticmethod
     def total(parts: Iterable[Denominators]) -> Denominators:
-        """Add the counts of several batches or ranks; the constant length stays."""
+        """Add the counts of several batches or ranks; the constant length is kept."""
         listed = list(parts)
         others: Counter[str] = Counter()
         for part in listed:
@@ -69,7 +69,7 @@ def count(mask: Tensor, *, length: float = 0.0, turns: float | Tensor = 0.0) -> 
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Sum where the mask is 1; values elsewhere, even NaN, are ignored.
+    """Sum over entries with mask 1; other values, even NaN, are ignored.
 
     Args:
         x: (B, T).
@@ -83,7 +83,7 @@ def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Mean of each row where the mask is 1; values elsewhere are ignored.
+    """Mean of each row over entries with mask 1; other values are ignored.
 
     Args:
         x: (B, T).
@@ -137,8 +137,8 @@ def fixed_length(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
     """This batch's share of the sum over rows * `denominators.length`; see `token_mean`."""
     if denominators.length <= 0:
         raise ValueError(
-            "The aggregation 'fixed_length' divides every row by a constant; got length "
-            f"{denominators.length:g}. Set its length to the longest response the sampler allows."
+            f"The aggregation 'fixed_length' divides every row by a constant; got length {denominators.length:g}. "
+            "Set it to the maximum response length of the sampler."
         )
     # not divided by the row's own length, which favours short correct and long wrong rows (Dr. GRPO)
     return masked_sum(x, mask).sum() / (max(denominators.rows, 1.0) * denominators.length)
@@ -149,7 +149,7 @@ class Metric:
     """A sum and its weight, so that the mean can be taken after all parts have been added."""
 
     total: float | Tensor
-    """Weighted sum; the sum itself for kind "sum"; the largest value for kind "max"."""
+    """Weighted sum; the sum itself for kind "sum"; the maximum for kind "max"."""
     weight: float | Tensor = 1.0
     """Weight of the sum; unused by the kinds "sum" and "max"."""
     kind: str = "mean"
@@ -157,7 +157,7 @@ class Metric:
 
     @classmethod
     def summed(cls, total: float | Tensor) -> Metric:
-        """A part of a sum, such as the contribution of one micro-batch to the loss."""
+        """Part of a sum, such as the contribution of one micro-batch to the loss."""
         return cls(total, 1.0, "sum")
 
     @property
@@ -176,12 +176,12 @@ def mean_metric(x: Tensor, mask: Tensor) -> Metric:
 
 
 def row_metric(x: Tensor) -> Metric:
-    """Mean of numbers of rows (B,); no gradient."""
+    """Mean of per-row numbers (B,); no gradient."""
     return Metric(x.detach().double().sum(), float(len(x)))
 
 
 def max_metric(x: Tensor, mask: Tensor) -> Metric:
-    """Largest of (B, T) terms where the (B, T) mask is 1, -inf if there is none; no gradient."""
+    """Maximum of (B, T) terms where the (B, T) mask is 1, -inf if there is none; no gradient."""
     if not x.numel():
         return Metric(float("-inf"), 1.0, "max")
     return Metric(torch.where(mask > 0, x.detach(), float("-inf")).max(), 1.0, "max")
@@ -210,7 +210,7 @@ def metric_values(metrics: Mapping[str, Metric]) -> dict[str, float]:
 
 
 def plain_metrics(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
-    """Metrics as Python numbers, so that those of different devices can be merged; one GPU synchronisation."""
+    """Metrics as Python numbers, so that metrics of different devices can be merged; synchronises the GPU once."""
     # all totals and weights in one transfer, however many metrics there are
     found = numbers([value for metric in metrics.values() for value in (metric.total, metric.weight)])
     pairs = zip(metrics.items(), found[::2], found[1::2], strict=True)
@@ -250,7 +250,7 @@ class PolicyOutputs:
     routes: Tensor | None = None
     """(2, E), how often each of E experts is chosen and the sum of its probabilities; needed by a router loss."""
     states: Tensor | None = None
-    """(M, H), last hidden states before the M trained decisions; needed by terms on whole distributions."""
+    """(M, H), last hidden states before the M trained decisions; needed by terms that use whole distributions."""
 
     def masked(self, mask: Tensor) -> PolicyOutputs:
         """Check shapes and set untrained entries to 0, so that no NaN flows back from them; mask (B, T) {0, 1}."""
@@ -275,7 +275,7 @@ class LossOutput:
 
 
 def required(value: Tensor | None, name: str, hint: str) -> Tensor:
-    """Return `value`, or raise a ValueError that says what is missing and where it comes from."""
+    """Return `value`, or raise a ValueError that states what is missing and where it comes from."""
     if value is None:
         raise ValueError(f"{name} is missing: {hint}.")
     return value
@@ -331,7 +331,7 @@ class SequenceSum(Aggregation):
 
 @dataclass(frozen=True)
 class TurnMean(Aggregation):
-    """Mean over the turns of the step of each turn's mean: every turn counts the same, however long it is.
+    """Mean over the turns of the step of each turn's mean: every turn has the same weight, however long it is.
 
     Source: VL-DAC, arXiv 2508.04280; corl-team/VL-DAC a2c_ppo_acktr/algo/ppo.py, a batch of one environment step with
     accumulated gradients.
@@ -342,7 +342,7 @@ class TurnMean(Aggregation):
 
     def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
         if turn is None:
-            raise ValueError("The aggregation 'turn_mean' needs rollouts.turn (B, T), the turn of each decision.")
+            raise ValueError("The aggregation 'turn_mean' requires rollouts.turn (B, T), the turn of each decision.")
         return turn_mean(x, mask, turn, denominators)
 
     def formula(self) -> str:
@@ -355,7 +355,7 @@ class FixedLength(Aggregation):
 
     kind = "fixed_length"
     length: int = rare(bounded(0, at_least=1))
-    """Constant length: the longest response that the sampler allows."""
+    """Constant length: the maximum response length of the sampler."""
 
     def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
         return fixed_length(x, mask, denominators)

@@ -1,4 +1,4 @@
-"""Batches that are cut and joined by the declarations of their fields, and copies between devices in one transfer.
+"""Batches that are split and joined according to their field declarations, and single-transfer device copies.
 
 A dataclass says of each field what its entries belong to; selecting, joining, padding, moving and checking follow:
 
@@ -45,7 +45,7 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on a device, without waiting for a GPU, which copies it in stream order."""
+    """The tensor on a device; a GPU copies it in stream order, without blocking."""
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
 
 
@@ -56,7 +56,7 @@ def numbers(values: Sequence[float | Tensor]) -> list[float]:
 
 
 def sum_of_bits(weight: torch.Tensor) -> torch.Tensor:
-    """Sum of a tensor's eight-byte words, modulo 2^64, and of the bytes that are left."""
+    """Sum of a tensor's eight-byte words, modulo 2^64, and of the remaining bytes."""
     data = weight.contiguous().view(-1).view(torch.uint8)
     words, rest = data.split([len(data) // 8 * 8, len(data) % 8])
     if words.storage_offset() * words.element_size() % 8:  # a part of a larger tensor: not aligned
@@ -75,15 +75,15 @@ class Layout:
 
     kind: _Kind
     padding: float = 0.0
-    """Fills the decisions that a row lacks."""
+    """Value that fills missing decisions of a row."""
     blank: Any = _REQUIRED
-    """Entry for a part that lacks the field where another part has it; without it all parts need the field."""
+    """Entry used for a part without the field if another part has it; if unset, all parts need the field."""
     optional: bool = False
-    """Whether an empty list means that the batch lacks the field."""
+    """Whether an empty list means that the batch does not have the field."""
 
 
 def per_row(*, blank: Any = _REQUIRED, **options: Any) -> Any:
-    """A field with one entry a row: (B, ...) or a list of B.
+    """A field with one entry per row: (B, ...) or a list of B.
 
     Args:
         blank: for lists, the entry of rows whose part lacks the field when parts are joined.
@@ -93,12 +93,12 @@ def per_row(*, blank: Any = _REQUIRED, **options: Any) -> Any:
 
 
 def per_group(*, blank: Any = _REQUIRED, **options: Any) -> Any:
-    """A field with one entry a group: (N, ...) or a list of N; arguments as for `per_row`."""
+    """A field with one entry per group: (N, ...) or a list of N; arguments as for `per_row`."""
     return _declare(Layout("group", blank=blank), options)
 
 
 def per_decision(*, padding: float = 0.0, **options: Any) -> Any:
-    """A field with one entry a decision: (B, T, ...).
+    """A field with one entry per decision: (B, T, ...).
 
     Args:
         padding: fills the second axis up to the longest part when parts are joined; tensors of one axis stay.
@@ -108,7 +108,7 @@ def per_decision(*, padding: float = 0.0, **options: Any) -> Any:
 
 
 def shared(**options: Any) -> Any:
-    """A field that all rows have in common; joined parts keep that of the first."""
+    """A field shared by all rows; when parts are joined, the first part's value is kept."""
     return _declare(Layout("shared"), options)
 
 
@@ -127,7 +127,7 @@ class Carrier(Protocol):
 
 @dataclass
 class Payload:
-    """Data of a domain that belongs to B rows in N groups, and that only the domain's own code opens.
+    """Domain-specific data for B rows in N groups, which only the domain's own code opens.
 
     A subclass is a dataclass that declares each field with `per_row`, `per_group`, `per_decision` or `shared`.
 
@@ -159,7 +159,7 @@ class Payload:
         return payload
 
     def check_counts(self, rows: int, groups: int) -> None:
-        """Check that the payload is of `rows` rows in `groups` groups; raises ValueError."""
+        """Raise ValueError unless the payload has `rows` rows in `groups` groups."""
         found = _counts(self)
         # a payload without any field of a kind agrees with every count
         if found.get("row", rows) != rows or found.get("group", groups) != groups:
@@ -209,7 +209,7 @@ def join_fields(parts: Sequence[Any]) -> dict[str, Any]:
 
 
 def move_fields(batch: Any, device: torch.device | str) -> dict[str, Any]:
-    """Move the tensors of every field to a device, those of list entries included; returns the values by field."""
+    """Move the tensors of every field, including list entries, to a device; returns the values by field."""
     # to the CPU in one transfer: a copy per field would make a GPU wait as often as there are fields
     if torch.device(device).type == "cpu":
         leaves = [leaf for _, _, value in _values(batch) for leaf in (value if isinstance(value, list) else [value])]
@@ -383,6 +383,6 @@ def _check_choice_of_fields(present: Sequence[set[str]]) -> None:
     somewhere = set.union(*present)
     if everywhere != somewhere:
         raise ValueError(
-            f"concat needs the same fields in every part; only some have {sorted(somewhere - everywhere)}. "
-            "Add them to the others or set them to None before joining."
+            "concat requires the same fields in every part; only some parts have "
+            f"{sorted(somewhere - everywhere)}. Add them to the others or set them to None before joining."
         )

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def explained_variance(returns: Tensor, values: Tensor) -> float:
-    """Share of the variance of returns (M,) that values (M,) explain; NaN if all returns are equal."""
+    """Fraction of the variance of returns (M,) explained by values (M,); NaN if all returns are equal."""
     # population variance on both sides: the factor would cancel in the ratio
     variance = float(returns.var(correction=0)) if len(returns) else 0.0
     return 1 - float((returns - values).var(correction=0)) / variance if variance > 0 else float("nan")
@@ -128,7 +128,7 @@ def gae_over_turns(
     masked: Tensor | None = None,
     repeated: Tensor | None = None,
 ) -> Tensor:
-    """Generalised advantage estimation with one step a turn, given to every decision of the turn.
+    """Generalised advantage estimation with one step per turn; all decisions of a turn share its advantage.
 
     A turn's reward is the sum of its decisions' rewards and its value is that before its first decision.
 
@@ -204,7 +204,7 @@ def turn_starts(rollouts: Rollouts) -> Tensor:
         ValueError: No turns.
     """
     if rollouts.turn is None:
-        raise ValueError("Turn-level estimators need rollouts.turn (B, T), the environment step of each decision.")
+        raise ValueError("Turn-level estimators require rollouts.turn (B, T), the environment step of each decision.")
     trained = rollouts.loss_mask > 0
     # the first trained decision, not the first one: a turn may begin with tool output
     return trained & (rollouts.turn > turns_before(trained, rollouts.turn))

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 def check_rows(group: Tensor, reward: Tensor) -> int:
-    """Check the two per-row fields that every `Rollouts` has and return B."""
+    """Check the two per-row fields of every `Rollouts` and return B."""
     if group.dim() != 1 or group.dtype != torch.int64:
         raise ValueError(f"group must be (B,) int64; got {group.dtype} of shape {tuple(group.shape)}.")
     if tuple(reward.shape) != tuple(group.shape) or reward.dtype not in (torch.float32, torch.float64):
         raise ValueError(
-            f"reward must be ({len(group)},) float32 or float64, one number a row of group; got "
-            f"{reward.dtype} of shape {tuple(reward.shape)}."
+            f"reward must be ({len(group)},) float32 or float64, one number per row of group; got {reward.dtype} "
+            f"of shape {tuple(reward.shape)}."
         )
     return len(group)
 
@@ -77,14 +77,15 @@ def check_zeros_and_ones(mask: Tensor) -> None:
     """Check the values of the decision mask."""
     # a fractional mask would also be in the denominators, so weights go elsewhere
     if not bool(((mask == 0) | (mask == 1)).all()):
-        raise ValueError("mask must hold only 0 and 1; put decision weights into the advantage.")
+        raise ValueError("mask must contain only 0 and 1; put decision weights into the advantage.")
 
 
 def check_decisions(name: str, value: Tensor, shape: tuple[int, int], *, integer: bool = False) -> None:
     """Check one per-decision tensor against the (B, T) of the mask."""
     if tuple(value.shape) != tuple(shape):
         raise ValueError(
-            f"{name} must have the shape of the mask, {tuple(shape)}: one number a decision; got {tuple(value.shape)}."
+            f"{name} must have the shape of the mask, {tuple(shape)}: one number per decision; got "
+            f"{tuple(value.shape)}."
         )
     if integer and value.dtype != torch.int64:
         raise ValueError(f"{name} must be int64; got {value.dtype}.")
@@ -109,13 +110,13 @@ def count_turns(mask: Tensor, turn: Tensor | None) -> Tensor:
         return torch.zeros(len(mask), dtype=torch.int64)
     before = turns_before(mask > 0, turn)
     if bool(((mask > 0) & (turn < before)).any()):
-        raise ValueError("rollouts.turn falls along a row; number the environment steps upwards.")
+        raise ValueError("rollouts.turn decreases along a row; number the environment steps in ascending order.")
     # a turn counts at its first trained decision
     return ((mask > 0) & (turn > before)).sum(1)
 
 
 class OnHost(NamedTuple):
-    """CPU copies of the fields that control flow on the host depends on."""
+    """CPU copies of the fields on which control flow on the host depends."""
 
     group: Tensor
     mask: Tensor
@@ -284,7 +285,7 @@ class Rollouts:
         place[groups] = torch.arange(len(groups))
         # a group that is named twice would be written once, and its rows would go missing
         if int((place >= 0).sum()) != len(groups):
-            raise ValueError(f"select_groups needs every group at most once; got {groups.tolist()}.")
+            raise ValueError(f"select_groups takes every group at most once; got {groups.tolist()}.")
         position = place[self.host.group]
         # stable keeps the sampling order of the rows within each group
         order = torch.argsort(position, stable=True)
@@ -344,7 +345,7 @@ class Rollouts:
             The minibatches; every group is in exactly one.
         """
         if count < 1:
-            raise ValueError(f"minibatches needs a count of at least 1; got {count}.")
+            raise ValueError(f"minibatches requires a count of at least 1; got {count}.")
         if self.num_rows == 0:
             return []
         total = self.num_groups
@@ -368,7 +369,7 @@ class Rollouts:
             An iterator over consecutive rows, in order.
         """
         if rows < 1:
-            raise ValueError(f"micro_batches needs at least 1 row a chunk; got {rows}.")
+            raise ValueError(f"micro_batches requires at least 1 row per chunk; got {rows}.")
         # sizes to stops: the rows of a chunk are consecutive
         stops = list(accumulate(_chunk_sizes(self.host.group, rows, whole_groups)))
         # decisions after the last trained one of a row cannot change its loss
@@ -390,7 +391,7 @@ class Rollouts:
             All rows in order.
         """
         if not parts:
-            raise ValueError("concat needs at least one Rollouts; got an empty sequence.")
+            raise ValueError("concat requires at least one Rollouts; got an empty sequence.")
         offsets = [0, *accumulate(part.num_groups for part in parts)]
         # each part numbers its groups from 0, so later parts are shifted
         groups = [part.host.group + offset for part, offset in zip(parts, offsets, strict=False)]

@@ -1,4 +1,4 @@
-"""Recipes and metrics of screens; loads none of the modules that it names."""
+"""Recipes and metrics for screens; imports none of the modules that it names."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ RECIPES = (
     RecipeEntry(
         "aepo",
         "mmrl.gui.grounding.aepo:AepoRecipe:AepoConfig",
-        "screen grounding with several answers and the adaptive exploration reward; naive RLVR by options",
+        "screen grounding with several points per response and the adaptive exploration reward; naive RLVR via options",
         "InfiGUI-G1, arXiv 2508.05731",
     ),
     RecipeEntry(
@@ -23,7 +23,7 @@ EVALUATIONS = (
     RecipeEntry(
         "grounding_eval",
         "mmrl.gui.benchmarks.benchmark_recipe:GroundingEvaluation:GroundingEvaluationConfig",
-        "published GUI grounding benchmarks, greedy",
+        "published GUI grounding benchmarks, with greedy decoding",
         "protocol of InfiXAI/InfiGUI-G1 eval/eval.py",
         trains=False,
     ),
@@ -35,12 +35,14 @@ BUILDS_ON = "mmrl.agents"
 """Package whose metrics the recipes have too."""
 
 METRICS = {
-    "aepo/no_signal/<kind>": "Fraction of groups with one kind of instruction whose answers all get the same reward.",
+    "aepo/no_signal/<kind>": (
+        "Fraction of the groups with one kind of instruction in which all responses get the same reward."
+    ),
     "accuracy/first": "Fraction of screens whose first predicted point is in the target.",
     "accuracy/any": "Fraction of screens with any predicted point in the target.",
-    "accuracy/macro": "Plain mean of accuracy/first over the cells that a benchmark's published average is taken over.",
-    "answers/mean": "Mean number of predicted points over the answers that have any.",
-    "answers/wrong_format": "Fraction of answers without a readable point; they count as wrong.",
+    "accuracy/macro": "Plain mean of accuracy/first over the cells that a benchmark's published average uses.",
+    "answers/mean": "Mean number of predicted points over the responses that have any.",
+    "answers/wrong_format": "Fraction of responses without a readable point, which count as incorrect.",
     "answers/outside": "Fraction of first points outside their screens, not counting refusals.",
-    "answers/unusable": "Screens that could not be asked about; they count as wrong.",
+    "answers/unusable": "Screens that could not be asked about, which count as incorrect.",
 }

@@ -8,11 +8,11 @@ import importlib
 from mmrl.recipes import world_table
 
 COMMANDS = world_table("GUI_COMMANDS") | {"validate": "mmrl.gui.benchmarks.benchmark_command"}
-"""The modules are light, since they are loaded for every usage of `mmrl`; they import the rest when they run."""
+"""The modules are light because they are loaded on every use of `mmrl`; they import the rest when they run."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the commands; the chosen one's function becomes `run_gui`, and its docstring is the help."""
+    """Declare the commands; the function of the chosen command becomes `run_gui`, and its docstring is the help."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     for name, module in COMMANDS.items():
         command = importlib.import_module(module)

@@ -29,7 +29,7 @@ log = logging.getLogger("mmrl")
 
 
 def sort_header(file: Path) -> None:
-    """Rewrite a safetensors file so that equal tensors and metadata are equal bytes.
+    """Rewrite a safetensors file so that equal tensors and metadata give equal bytes.
 
     The library writes the entries of its metadata in an order that differs from process to process.
     """
@@ -50,7 +50,7 @@ def sort_header(file: Path) -> None:
 
 
 def base_entries(path: str, folder: Path) -> dict[str, str]:
-    """Reference of a saved model to the one that it builds on."""
+    """Reference from a saved model to its base model."""
     if not Path(path).is_dir():
         return {"path": path}
     start = folder.resolve()
@@ -58,7 +58,7 @@ def base_entries(path: str, folder: Path) -> dict[str, str]:
 
 
 def base_path(entries: Mapping[str, Any], folder: Path) -> str:
-    """Path of the base that `base_entries` named: relative to the folder if it is there, else absolute."""
+    """Path of the base model given by `base_entries`: relative to the folder if it is there, else absolute."""
     relative = entries.get("relative")
     if isinstance(relative, str) and (folder.resolve() / relative).is_dir():
         return str((folder.resolve() / relative).resolve())
@@ -66,7 +66,7 @@ def base_path(entries: Mapping[str, Any], folder: Path) -> str:
 
 
 def merged_weights(module: Any, adapter: str) -> dict[str, Any]:
-    """Weights with a LoRA adapter added; those without an adapter are shared, and the module stays as it is."""
+    """Weights with a LoRA adapter merged; weights without an adapter are shared, and the module is not changed."""
     import torch
 
     # a new table of weights: merging and unmerging the module's own would round them
@@ -84,10 +84,10 @@ def merged_weights(module: Any, adapter: str) -> dict[str, Any]:
 
 
 def check_finite(weights: Mapping[str, Any], place: Path | str) -> None:
-    """Refuse weights with NaN or infinite entries; raises UserError with the name of the first."""
+    """Raise UserError if weights have NaN or infinite entries, with the name of the first."""
     for name, weight in weights.items():
         if weight.is_floating_point() and not weight.is_meta and not bool(weight.isfinite().all()):
-            raise UserError(f"{name} in {place} has entries that are NaN or infinite; the file is damaged")
+            raise UserError(f"{name} in {place} contains NaN or infinite entries; the file is damaged")
 
 
 def may_be_hub_id(path: str) -> bool:
@@ -103,14 +103,14 @@ def may_be_hub_id(path: str) -> bool:
 def first_line(error: Exception) -> str:
     """Kind of an error and the first line of its message."""
     if type(error).__name__ == "UnpicklingError":  # torch's message advises to load it all the same
-        return "its weights are pickled with more than tensors, which could run code; use safetensors"
+        return "its pickled weights contain more than tensors and could run code; use safetensors"
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
 
 
 @dataclass(kw_only=True)
 class BuiltPath:
-    """A file or folder, and the function that writes it if it is missing."""
+    """A file or folder, and the function that creates it if it is missing."""
 
     path: str = MISSING
     """File or folder."""
@@ -121,7 +121,7 @@ class BuiltPath:
 
 
 def build_if_missing(config: BuiltPath, what: str = "data") -> None:
-    """Call a configuration's `build` function where its `path` is missing; other processes wait for it."""
+    """Call a configuration's `build` function if its `path` is missing; other processes wait for it."""
     path = expanded(config.path)
     if config.build is None or path.exists():
         return

@@ -18,13 +18,13 @@ HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def fenced(text: str, language: str = "text") -> list[str]:
-    """Lines of a code block that no text can end from within."""
+    """Lines of a code block whose fence cannot be closed by its content."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return [f"{fence}{language}", text.rstrip("\n"), fence, ""]
 
 
 def plain(text: object) -> str:
-    """Text on one line, whose characters Markdown and HTML show as they are, also in a table."""
+    """Text on one line, escaped so that Markdown and HTML show it literally, also in a table."""
     return re.sub(r"[\\`*\[\]<>|#~$&]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", " ".join(str(text).split()))
 
 
@@ -43,7 +43,7 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def portable(value: Any, key: str = "") -> Any:
-    """Settings without secrets, and with paths of this machine cut to their last name."""
+    """Settings without secrets, and with local paths reduced to their last component."""
     if isinstance(value, Mapping):
         return {name: portable(entry, str(name)) for name, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -62,7 +62,7 @@ def without_paths(text: str) -> str:
 
 
 def hub_id_of(path: str) -> str:
-    """The path if it is a hub id whose files are in the hub's cache; else empty."""
+    """The path if it is a hub id whose files are in the hub cache; otherwise empty."""
     from huggingface_hub import try_to_load_from_cache
 
     if not HUB_ID.fullmatch(path) or expanded(path).exists():
@@ -75,7 +75,7 @@ def hub_id_of(path: str) -> str:
 
 
 def head_of(path: str) -> dict[str, Any]:
-    """Metadata in the card of a model or data set, from its folder or the hub's cache; empty without one."""
+    """Metadata from the card of a model or dataset, in its folder or the hub cache; empty if there is none."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.repocard import REGEX_YAML_BLOCK
 
@@ -95,7 +95,7 @@ def card_text(head: Any, lines: Iterable[str]) -> str:
 
 
 def write_dataset_card(folder: Path, title: str, lines: Sequence[str], **head: Any) -> None:
-    """Write the card of a data set, unless its folder has one that a person wrote or changed the mark of."""
+    """Write the card of a dataset, unless its folder has a card without the mark of mmrl."""
     from huggingface_hub import DatasetCardData
 
     path = folder / CARD
@@ -106,7 +106,7 @@ def write_dataset_card(folder: Path, title: str, lines: Sequence[str], **head: A
 
 
 def note_build(path: Path, build: str, options: Mapping[str, Any], *, new_folder: bool) -> None:
-    """Name the function and options that made a data set in its card.
+    """Record the function and options that generated a dataset in its card.
 
     A folder that is a data set has its own card. Files get one in a folder that was made for them, with a part for
     each file; the metadata keeps what the others were made with.

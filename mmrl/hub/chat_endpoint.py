@@ -1,4 +1,4 @@
-"""A model behind an OpenAI-compatible chat endpoint, asked over HTTP with text and images.
+"""A model behind an OpenAI-compatible chat endpoint, queried over HTTP with text and images.
 
 Request and answer are JSON with images as PNG in base64; nothing that comes over the network is ever unpickled.
 """
@@ -29,11 +29,11 @@ MAX_ANSWER_BYTES = 4 << 20
 
 
 class ModelRefused(RuntimeError):  # noqa: N818 - named after what happened
-    """The endpoint works, and its model declines to answer."""
+    """The endpoint works, but its model declines to answer."""
 
 
 def check_url(url: str, owner: str) -> None:
-    """Refuse an address that is not http or https; raises UserError that begins with the owner's name."""
+    """Raise UserError, beginning with the owner's name, if an address is not http or https."""
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{owner}: url is {url!r}; must start with http:// or https://")
 
@@ -49,7 +49,7 @@ def ask_chat(
     timeout_s: float = 60.0,
     api_key: str = "",
 ) -> str:
-    """Ask one question about images (H, W, 3) uint8 and return the answer within `timeout_s` for the whole exchange.
+    """Ask one question about images (H, W, 3) uint8 and return the answer; `timeout_s` limits the whole exchange.
 
     `url` is the server's address up to /v1; `api_key` is sent as a bearer token where given.
     """
@@ -75,14 +75,14 @@ def _post(url: str, body: dict[str, Any], timeout_s: float, api_key: str) -> str
             content = response.read(MAX_ANSWER_BYTES + 1)
     except (OSError, http.client.HTTPException) as error:
         if exchange.is_over() or isinstance(getattr(error, "reason", error), TimeoutError):
-            raise TimeoutError(f"{url} gave no whole answer within {timeout_s:g} s") from error
-        raise RuntimeError(f"{url} cannot be asked: {error}") from error
+            raise TimeoutError(f"{url} did not complete an answer within {timeout_s:g} s") from error
+        raise RuntimeError(f"{url} cannot be queried: {error}") from error
     finally:
         exchange.end()
     if exchange.is_over():  # what was cut off then may look like the end
-        raise TimeoutError(f"{url} gave no whole answer within {timeout_s:g} s")
+        raise TimeoutError(f"{url} did not complete an answer within {timeout_s:g} s")
     if len(content) > MAX_ANSWER_BYTES:
-        raise RuntimeError(f"{url} answered with more than {MAX_ANSWER_BYTES >> 20} MiB")
+        raise RuntimeError(f"{url} sent an answer larger than {MAX_ANSWER_BYTES >> 20} MiB")
     return _read_answer(url, content)
 
 
@@ -92,9 +92,9 @@ def _read_answer(url: str, content: bytes) -> str:
         message, cut = choice["message"], choice.get("finish_reason") == "length"
         text, refusal = message.get("content"), message.get("refusal")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise RuntimeError(f"{url} did not answer as a chat endpoint does: {type(error).__name__}: {error}") from error
+        raise RuntimeError(f"{url} did not answer like a chat endpoint: {type(error).__name__}: {error}") from error
     if cut and not str(text or "").strip():
-        raise RuntimeError(f"{url} used all of max_tokens before it answered, as models that think may; raise it")
+        raise RuntimeError(f"{url} used up max_tokens before answering, as reasoning models may; increase it")
     if refusal or text is None:
         raise ModelRefused(f"{url} refused to answer: {refusal or 'no content'}")
     return str(text)
@@ -109,13 +109,13 @@ class _Exchange:
         self._timers: list[threading.Timer] = []
 
     def open(self, request: urllib.request.Request) -> Any:
-        """Send the request; returns the response, to be closed."""
+        """Send the request; returns the response, which the caller must close."""
         plain, secure = _Http(), _Https()
         plain.exchange = secure.exchange = self
         return urllib.request.build_opener(plain, secure).open(request, timeout=self._timeout_s)
 
     def connection(self, kind: type[http.client.HTTPConnection]) -> Any:
-        """A function that makes connections of a kind, for `do_open`."""
+        """A function that makes connections of a given kind, for `do_open`."""
 
         def make(host: str, **options: Any) -> http.client.HTTPConnection:
             made = kind(host, **options)
@@ -125,7 +125,7 @@ class _Exchange:
         return make
 
     def connect(self, address: tuple[str, int], *_: Any, **__: Any) -> socket.socket:
-        """Connect within the remaining time, and cut the connection after it."""
+        """Connect within the remaining time, and cut the connection when it is over."""
         left_s = max(0.001, self._end - time.monotonic())
         connected = socket.create_connection(address, left_s)
         timer = threading.Timer(max(0.001, self._end - time.monotonic()), _cut, (connected,))

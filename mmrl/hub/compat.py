@@ -31,7 +31,7 @@ _TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ni
 
 @functools.cache
 def ensure_torchvision() -> str:
-    """Make `import torchvision` work with the installed torch, once per process; a row of `TORCHVISION_STATES`.
+    """Make `import torchvision` work with the installed torch, once per process; returns a key of `TORCHVISION_STATES`.
 
     Call it before anything that imports torchvision: image processors, peft, qwen_vl_utils.
     """
@@ -39,13 +39,13 @@ def ensure_torchvision() -> str:
         retry_with_operators(lambda: importlib.import_module("torchvision"))
     except ModuleNotFoundError as error:
         if error.name != "torchvision":
-            raise UserError(f"torchvision is installed but needs the module {error.name}") from error
+            raise UserError(f"torchvision is installed but requires the module {error.name}") from error
         return "absent"
     return "patched" if _DECLARED else "native"
 
 
 def retry_with_operators(execute: Callable[[], object]) -> None:
-    """Import torchvision by a function, again after each operator that it misses has been declared."""
+    """Import torchvision with a function, retrying after declaring each missing operator."""
     for _ in range(_MOST_OPERATORS):
         try:
             execute()
@@ -55,7 +55,7 @@ def retry_with_operators(execute: Callable[[], object]) -> None:
             _declare_operator(error)
         else:
             return
-    raise UserError(f"torchvision misses more than {_MOST_OPERATORS} operators; reinstall it: {_CPU_WHEEL}")
+    raise UserError(f"torchvision lacks more than {_MOST_OPERATORS} operators; reinstall it: {_CPU_WHEEL}")
 
 
 def _declare_operator(error: Exception) -> None:
@@ -66,8 +66,8 @@ def _declare_operator(error: Exception) -> None:
     missing = _MISSING_OPERATOR.search(str(error))
     if missing is None:
         raise UserError(
-            f"torchvision cannot be imported with torch {torch.__version__}: {error}; "
-            f"install the release that goes with it, without a GPU by: {_CPU_WHEEL}"
+            f"torchvision cannot be imported with torch {torch.__version__}: {error}; install the matching "
+            f"release, without a GPU by: {_CPU_WHEEL}"
         ) from error
     for name in [key for key in sys.modules if key == "torchvision" or key.startswith("torchvision.")]:
         del sys.modules[name]
@@ -76,7 +76,7 @@ def _declare_operator(error: Exception) -> None:
 
 
 def ensure_number_words() -> None:
-    """Let SmolVLM's processor write the length of a video in words if the package num2words is missing.
+    """Allow SmolVLM's processor to write the length of a video in words even if the package num2words is missing.
 
     transformers refuses to make the processor without that package, for images too.
     """
@@ -99,12 +99,12 @@ def number_words(number: int) -> str:
 
 
 LOADING_ERRORS = (OSError, ValueError, KeyError, TypeError, RuntimeError, AttributeError)
-"""Errors of transformers' `from_pretrained` for a folder or hub id that holds no such model."""
+"""Errors of transformers' `from_pretrained` for a folder or hub id without such a model."""
 
 
 @contextlib.contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Switch off the progress bars of transformers for every weight file, and a warning that precedes an error."""
+    """Disable the progress bars of transformers for each weight file, and a warning that precedes an error."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -119,7 +119,7 @@ def quiet_transformers() -> Iterator[None]:
 
 
 TORCHVISION_STATES = {
-    "native": "torchvision imports as installed",
-    "patched": "torchvision's compiled operators do not load with this torch; their schemas are declared instead",
-    "absent": "torchvision is not installed; images work through Pillow, videos do not",
+    "native": "torchvision can be imported as installed",
+    "patched": "torchvision's compiled operators cannot be loaded with this torch; their schemas are declared instead",
+    "absent": "torchvision is not installed; images use Pillow, videos do not work",
 }

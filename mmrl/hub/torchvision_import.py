@@ -1,4 +1,4 @@
-"""Lets `import torchvision` work everywhere in an environment in which its compiled operators do not load.
+"""Makes `import torchvision` work everywhere in an environment whose compiled operators cannot be loaded.
 
 `scripts/setup.sh` puts a file into such an environment that imports this module when Python starts, so that programs
 that know nothing of this suite, such as `accelerate launch`, work too. Until torchvision is imported, it costs nothing.

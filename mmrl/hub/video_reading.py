@@ -1,4 +1,4 @@
-"""Chosen frames of a video file, decoded one at a time, however long the file is.
+"""Decode selected frames of a video file one at a time, however long the file is.
 
 `read_index` lists the frames without decoding them. `decode_frames` then seeks to the key frame before each wanted
 frame and decodes from there, so the time goes with the frames that are wanted and their distance from key frames, and
@@ -30,16 +30,16 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("mmrl")
 
 ROUNDING_S = 0.0005
-"""Half of a millisecond, to which many containers round; it remains when a file is put into another container."""
+"""Half a millisecond: many containers round times to milliseconds, and the error remains if a file is remuxed."""
 TICKS, SHARE = 2.0, 0.25
 """In a video of constant rate, the time of frame n differs from n / fps by at most this many units of the file's time
-or milliseconds, which are rounding, and by at most this share of a frame's duration."""
+or milliseconds, which are rounding, and by at most this fraction of a frame's duration."""
 SQUARE = 0.02
-"""Pixels whose width and height differ by less are shown as they are stored."""
+"""Pixels whose width and height differ by less are treated as square."""
 LATE_END_S = 1.0
-"""A Matroska file whose packets end earlier than its header's duration, by more than this, was cut off."""
+"""A Matroska file was cut off if its packets end earlier than the duration in its header by more than this."""
 BATCH = 8
-"""Frames that torchcodec decodes in a call."""
+"""Number of frames that torchcodec decodes per call."""
 
 
 class VideoError(ValueError):
@@ -56,21 +56,21 @@ class VideoError(ValueError):
 
 @dataclass(frozen=True)
 class VideoIndex:
-    """The frames of a file, by their index in the order in which they are shown."""
+    """The frames of a file, by index in display order."""
 
     path: str
     fps: float
-    """Frames a second, the average of a variable rate."""
+    """Frames per second; the average if the rate is variable."""
     times_s: list[float]
     """(T) presentation time of each frame, in seconds from the start of the file."""
     end_s: float
     """Time at which the last frame ends."""
     constant: bool
-    """Whether each frame n is shown from n / fps on, for 1 / fps."""
+    """Whether each frame n is shown from n / fps, for 1 / fps."""
     pts: list[int] | None
-    """(T) the same times in units of the file, which frames are found by; None if they are found by their order."""
+    """(T) the same times in units of the file, used to find frames; None if frames are found by their order."""
     key_pts: list[int] = field(default_factory=list)
-    """Times of the frames that need no other, rising."""
+    """Times of the key frames, in ascending order."""
     pixel_aspect: float = 1.0
     """Width of a stored pixel over its height."""
 
@@ -80,7 +80,7 @@ class VideoIndex:
         return len(self.times_s)
 
     def frame_at(self, time_s: float) -> int:
-        """Index of the frame that is shown at a time; the first one if the time is before it."""
+        """Index of the frame that is shown at a time; the first frame if the time is before it."""
         # a hair later than the time itself: containers round starts down
         return max(bisect.bisect_right(self.times_s, time_s + ROUNDING_S) - 1, 0)
 
@@ -89,7 +89,7 @@ def read_index(path: str | os.PathLike[str], max_pixels: int = MAX_IMAGE_PIXELS)
     """List the frames of a video file, each of at most `max_pixels`, without decoding them."""
     path = os.fspath(path)
     if not os.path.isfile(path):
-        raise VideoError("missing_video", f"there is no file {path}")
+        raise VideoError("missing_video", f"file not found: {path}")
     # empty files have no container to open
     size = os.path.getsize(path)
     if not size:
@@ -128,7 +128,7 @@ class _Packet:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """An open PyAV container; errors of a damaged file become a `VideoError`, and no other file is opened."""
+    """An open PyAV container; a damaged file raises `VideoError`, and no other file is opened."""
     import av
 
     # from PyAV 19 on, every metadata can be read and the argument is gone
@@ -145,7 +145,7 @@ def opened(path: str | os.PathLike[str]) -> Iterator[Any]:
 
 
 def video_stream(container: Any, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
-    """The video track that players show, whose frames have at most `max_pixels`; raises VideoError."""
+    """The video track that players show, with frames of at most `max_pixels`; raises VideoError."""
     stream = container.streams.best("video")
     if stream is None or stream.disposition & type(stream.disposition).attached_pic:  # the cover of a sound file
         raise VideoError("empty_video", "it has no video track")
@@ -177,10 +177,12 @@ def _check_whole(container: Any, stream: Any, size: int, end_s: float) -> None:
     # an index names where each packet is; beyond the file's end there is nothing
     end = max((entry.pos + entry.size for entry in stream.index_entries), default=0)
     if end > size:
-        raise VideoError("truncated_video", f"it ends early: its index goes to byte {end}, the file has {size}")
+        raise VideoError(
+            "truncated_video", f"it is truncated: its index goes to byte {end}, but the file has {size} bytes"
+        )
     promised_s = (container.duration or 0) / 1e6
     if "matroska" in container.format.name and promised_s - end_s > LATE_END_S:
-        raise VideoError("truncated_video", f"it ends early: after {end_s:.1f} of {promised_s:.1f} seconds")
+        raise VideoError("truncated_video", f"it is truncated: it ends after {end_s:.1f} of {promised_s:.1f} seconds")
 
 
 def _index(path: str, container: Any, stream: Any, packets: Sequence[_Packet]) -> VideoIndex:
@@ -196,7 +198,7 @@ def _index(path: str, container: Any, stream: Any, packets: Sequence[_Packet]) -
         elif rate:
             times = [number / rate for number in range(len(packets))]
         else:
-            raise VideoError("unreadable_video", "it has neither times of its frames nor a rate")
+            raise VideoError("unreadable_video", "it has neither frame times nor a frame rate")
         fps, constant = _rate(times, rate, float(stream.time_base))
         return VideoIndex(path, fps, times, times[-1] + 1 / fps, constant, None, pixel_aspect=aspect)
     start = _start(container, stream, pts[0])
@@ -229,7 +231,7 @@ def _rate(times_s: Sequence[float], stated: float, tick_s: float) -> tuple[float
         return stated or 1.0, True
     span_s = times_s[-1] - times_s[0]
     if span_s <= 0:
-        raise VideoError("unreadable_video", "its frames have no times that rise")
+        raise VideoError("unreadable_video", "the times of its frames are not increasing")
     average = (len(times_s) - 1) / span_s
     # the stated rate first: the average of a rounded file is off by a little
     for fps in (stated, average):
@@ -264,7 +266,7 @@ def _decode_pyav(index: VideoIndex, indices: Sequence[int]) -> Iterator[Frame]:
 
 
 def decode_from(path: str | os.PathLike[str], start_s: float) -> Iterator[tuple[float, Any]]:
-    """Time in seconds and PyAV frame of all sound frames from the key frame before a time on; raises VideoError.
+    """Time in seconds and PyAV frame of all valid frames from the key frame before a time; raises VideoError.
 
     Damaged frames are left out: they are neither concealed nor an error.
     """
@@ -325,12 +327,12 @@ def _decode_in_order(index: VideoIndex, indices: Sequence[int]) -> Iterator[Fram
         for wanted in indices:
             frame = next((frame for number, frame in coming if number == wanted), None)
             if frame is None:
-                raise VideoError("truncated_video", f"it ends early: frame {wanted} of {index.total} does not come")
+                raise VideoError("truncated_video", f"it is truncated: frame {wanted} of {index.total} is missing")
             yield _upright(frame, to_array)
 
 
 def frame_to_array(pixel_format: str = "rgb24", aspect: float = 1.0) -> Callable[[Any], NDArray[Any]]:
-    """Return a function that turns the frames of one video into (H, W, 3) uint8, or (H, W) uint16 for gray12le.
+    """Return a function that converts the frames of one video to (H, W, 3) uint8, or (H, W) uint16 for gray12le.
 
     Pixels of another aspect (width over height) become square, as players show them: the width changes.
 
@@ -375,10 +377,10 @@ def _torchcodec_decoder() -> Callable[[VideoIndex, Sequence[int]], Iterator[Fram
         return None
     except (ImportError, OSError, RuntimeError) as error:
         first = (str(error).strip().splitlines() or [""])[0]
-        LOGGER.info("videos are decoded by PyAV: torchcodec is installed but cannot be used (%s)", first)
+        LOGGER.info("videos are decoded by PyAV because the installed torchcodec cannot be used (%s)", first)
         return None
     if "rotation" not in getattr(VideoStreamMetadata, "__dataclass_fields__", {}):
-        LOGGER.info("videos are decoded by PyAV: this torchcodec does not turn rotated videos; 0.11 does")
+        LOGGER.info("videos are decoded by PyAV because this torchcodec does not rotate videos; version 0.11 does")
         return None
     return functools.partial(_decode_torchcodec, VideoDecoder)
 
@@ -402,13 +404,13 @@ def _decode_torchcodec(make_decoder: Any, index: VideoIndex, indices: Sequence[i
 
 
 PIXELS: dict[str, tuple[tuple[int, ...], type]] = {"rgb24": ((3,), np.uint8), "gray12le": ((), np.uint16)}
-"""Channels and type of a pixel in each format that arrays have."""
+"""Channels and pixel type of each array format."""
 FORMATS = (
     "mov,mp4,m4a,3gp,3g2,mj2",
     "matroska,webm",
     *("avi", "mpegts", "mpeg", "mpegvideo", "h264", "hevc", "m4v", "av1", "obu", "ivf"),
     *("flv", "ogg", "asf", "gif", "apng", "webp_pipe", "mxf", "nut", "rm", "wtv", "dv"),
 )
-"""Containers that hold their video themselves; playlists such as HLS (.m3u8), DASH and concat open other files."""
+"""Containers that include their video; playlists such as HLS (.m3u8), DASH and concat open other files."""
 WITHOUT_TIMES = ("avi", "h264", "hevc", "m4v")
-"""Formats whose packets carry the order of decoding instead of times."""
+"""Formats whose packets contain the decoding order instead of times."""

@@ -1,4 +1,4 @@
-"""The frames that a Qwen-VL model is shown of a video, as qwen-vl-utils chooses and resizes them.
+"""The video frames shown to a Qwen-VL model, selected and resized like in qwen-vl-utils.
 
 The rules are the library's own functions. Only the loop is written here: each frame is resized as soon as it is
 decoded, so that a video costs the memory of its small frames and one large one, where the library holds all of them in
@@ -28,16 +28,16 @@ Frames = tuple[Any, dict[str, Any]]
 
 PIXEL_OPTIONS = ("min_pixels", "max_pixels", "total_pixels", "resized_height", "resized_width")
 FILE_OPTIONS = ("fps", "nframes", "min_frames", "max_frames", "video_start", "video_end", *PIXEL_OPTIONS)
-"""Options of a video file, under qwen-vl-utils' names."""
+"""Options of a video file, with the names used by qwen-vl-utils."""
 FRAME_LIST_OPTIONS = ("sample_fps", "raw_fps", "max_frames", *PIXEL_OPTIONS)
 """Options of a list of frames."""
 RANGE = ("video_start", "video_end")
 GRID_HZ = 1000
-"""Points a second of the grid that frames of a variable rate are chosen on."""
+"""Grid points per second used to select frames of variable-rate videos."""
 
 
 def sample_file(path: str, options: Mapping[str, Any], patch_size: int, max_pixels: int = MAX_IMAGE_PIXELS) -> Frames:
-    """Decode and resize the frames of a file that the model is shown.
+    """Decode and resize the frames of a file that are shown to the model.
 
     Without options 2 frames a second, 4 to 768 of them, an even number, each of 128 to 768 tokens.
 
@@ -96,7 +96,7 @@ def _decoded(
 
 
 def sample_frames(images: Iterable[Image.Image], count: int, options: Mapping[str, Any], patch_size: int) -> Frames:
-    """Resize a video that is given as its frames.
+    """Resize a video that is given as a list of frames.
 
     Source: as for `sample_file`; the library first fits every frame to a multiple of the square of the patches that
     make a token, and so does this.
@@ -154,7 +154,7 @@ def _asked() -> Iterator[None]:
     except VideoError:
         raise
     except (ValueError, AssertionError) as error:
-        raise VideoError("unusable_video", f"its frames cannot be chosen as asked: {error}") from None
+        raise VideoError("unusable_video", f"its frames cannot be selected as requested: {error}") from None
 
 
 def _resized(library: Any, images: Iterable[Tensor], count: int, options: Mapping[str, Any], patch_size: int) -> Tensor:
@@ -192,6 +192,7 @@ def _target_size(
         most = min(options.get("max_pixels", float("inf")), max(share, int(least * 1.05)))
         if "min_pixels" not in options and most < least:
             raise VideoError(
-                "unusable_video", f"max_pixels={most} is below min_pixels, which is {least} by default; set that too"
+                "unusable_video",
+                f"max_pixels={most} is below min_pixels, which is {least} by default; set min_pixels, too",
             )
         return library.smart_resize(*size, factor=factor, min_pixels=least, max_pixels=most)  # type: ignore[no-any-return]

@@ -31,17 +31,17 @@ class VideoSettings:
     """Settings of the H.264 encoder."""
 
     crf: int = 18
-    """Loss of the encoder libx264: 0 none but that of the colour format, 51 most."""
+    """Quality of libx264, from 0 (lossless except for the colour format) to 51 (worst)."""
     gop: int = 30
-    """Frames from one key frame to the next: small for quick access, large for small files."""
+    """Number of frames between key frames: small for quick access, large for small files."""
     encoder: str | None = None
-    """FFmpeg's name of the encoder; None takes the first of libx264 and libopenh264 that is there."""
+    """FFmpeg's name of the encoder; null takes the first available one of libx264 and libopenh264."""
 
 
 def write_mp4(
     path: str | os.PathLike[str], frames: Iterable[ArrayLike], fps: float, settings: VideoSettings | None = None
 ) -> Path:
-    """Write a video; a partial file never has its name.
+    """Write a video; the file only gets its name when it is complete.
 
     Args:
         path: of the file; missing folders are made.
@@ -60,7 +60,7 @@ def write_mp4(
 
 
 def write_gray12_mp4(path: str | os.PathLike[str], frames: Iterable[ArrayLike], fps: float) -> Path:
-    """Write images (T, H, W) of 12-bit codes, uint16, as HEVC without loss; raises as `write_mp4` does.
+    """Write images (T, H, W) of 12-bit codes, uint16, as lossless HEVC; raises the same errors as `write_mp4`.
 
     FFmpeg's error passes through if x265 is missing or takes no images of this size.
     """
@@ -82,7 +82,7 @@ def _write(path: Path, frames: Iterable[ArrayLike], fps: float, codec: _Codec) -
 
 
 class VideoRecorder:
-    """Writes frames as they come; a recording survives an exception or a kill.
+    """Writes frames as they arrive; a recording survives an exception or a kill.
 
         with VideoRecorder("run.mp4", fps=20) as video:
             video.add(frame)
@@ -99,7 +99,7 @@ class VideoRecorder:
     def __init__(self, path: str | os.PathLike[str], fps: float, settings: VideoSettings | None = None) -> None:
         self.path = Path(path)
         self.part = self.path.with_name(f"{self.path.stem}.part.mp4")
-        """The video that grows, a fragment for each key frame."""
+        """The growing video, with one fragment per key frame."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         codec = _h264(settings or VideoSettings(gop=max(1, round(fps))))
         self._encoder = _Encoder(self.part, fps, codec, FRAGMENTS)
@@ -111,13 +111,13 @@ class VideoRecorder:
         return self._encoder.frames
 
     def add(self, frame: ArrayLike) -> None:
-        """Append an image (H, W, 3) uint8 RGB, of the size of the first."""
+        """Append an image (H, W, 3) uint8 RGB of the same size as the first."""
         if self._closed:
             raise ValueError(f"the recorder of {self.path} is closed")
         self._encoder.add(frame)
 
     def close(self) -> Path | None:
-        """Finish the video and return its path; None if there were no frames and so no file."""
+        """Finish the video and return its path; None if there were no frames and therefore no file."""
         if self._closed:
             return self.path if self.frames else None
         self._closed = True
@@ -138,7 +138,7 @@ class VideoRecorder:
 
 
 def copy_video(sources: Iterable[Path], target: Path) -> None:
-    """Concatenate videos of one size and rate without decoding them; replaces the target in one step."""
+    """Concatenate videos of the same size and rate without decoding them; replaces the target in one step."""
     import av
 
     with replaced(target) as draft, contextlib.closing(_File(draft)) as file:
@@ -155,7 +155,7 @@ def copy_video(sources: Iterable[Path], target: Path) -> None:
                     start = _append_packets(source, output, stream, start)
         file.check()
         if stream is None:
-            raise ValueError("no videos to put together")
+            raise ValueError("no videos to concatenate")
 
 
 class _File:
@@ -209,7 +209,7 @@ class _Encoder:
 
     def __init__(self, path: Path, fps: float, codec: _Codec, container: Mapping[str, str]) -> None:
         if not 0 < fps < 1000:
-            raise UserError(f"fps is {fps}; must lie between 0 and 1000")
+            raise UserError(f"fps is {fps}; must be between 0 and 1000")
         self._path = path
         self._codec = codec
         self._options = dict(container)
@@ -232,7 +232,7 @@ class _Encoder:
                 f"a frame has shape {image.shape} and type {image.dtype}; expected ({wanted}) {np.dtype(kind)}"
             )
         if image.shape != (self._shape or image.shape):
-            raise ValueError(f"frame {self.frames} has shape {image.shape}; those before have {self._shape}")
+            raise ValueError(f"frame {self.frames} has shape {image.shape}; earlier frames have {self._shape}")
         self._shape = image.shape
         if self._codec.stored == "yuv420p":  # which has a colour for every two rows and columns
             image = pad_to_even(image)
@@ -275,7 +275,9 @@ def _h264(settings: VideoSettings) -> _Codec:
     wanted = (settings.encoder,) if settings.encoder else ENCODERS
     found = next(filter(_can_encode, wanted), None)
     if found is None:
-        raise UserError(f"this PyAV has no encoder {' or '.join(wanted)}; pip install --force-reinstall av brings one")
+        raise UserError(
+            f"this PyAV has no encoder {' or '.join(wanted)}; install one with: pip install --force-reinstall av"
+        )
     # no B-frames: each frame then has its packet, and times rise
     options = {"g": str(settings.gop), "bf": "0"}
     if found == "libx264":

@@ -1,1 +1,1 @@
-"""Masked-diffusion language models: they fill in masked answers in any order, after all other tokens."""
+"""Masked-diffusion language models: they fill in masked responses in any order."""

@@ -1,4 +1,4 @@
-"""Recipes and metrics of masked-diffusion language models; loads none of the modules that it names."""
+"""Recipes and metrics of masked-diffusion language models; imports none of the modules that it names."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ RECIPES = (
 )
 
 SCORES = ("entropy", "entropy_old", "logp_ref", "probabilities", "budgets", "sources", "hints", "draws")
-"""Outputs of a masked-diffusion policy besides log-probabilities, and data of its answers."""
+"""Outputs of a masked-diffusion policy besides log-probabilities, and data about its responses."""
 PLAN = "mmrl.masked.masked_plan:footprint"
 PREVIEW = "mmrl.vlm.data.preview:preview"
 READER = "mmrl.vlm.data.dataset:load_tasks"
@@ -30,7 +30,7 @@ BUILDS_ON = "mmrl.vlm"
 """Package whose metrics the recipes have too."""
 
 METRICS = {
-    "inpainting/rescued": "Share of the step's groups that all samples missed and inpainting has a right sample for.",
-    "inpainting/right": "Share of the inpainted samples of the step that are right.",
-    "inpainting/given": "Mean share of an inpainted answer's tokens that were given.",
+    "inpainting/rescued": "Fraction of the step's groups without a correct sample for which inpainting produced one.",
+    "inpainting/right": "Fraction of the step's inpainted samples that are correct.",
+    "inpainting/given": "Mean fraction of an inpainted response's tokens that were given.",
 }

@@ -1,4 +1,4 @@
-"""Answers filled in around chunks of a worked answer, for questions that every sample gets wrong.
+"""Responses filled in around chunks of a worked answer, for questions that every sample gets wrong.
 
 Source: IGPO (inpainting-guided), arXiv 2509.10396; facebookresearch/igpo utils/generate.py.
 """
@@ -28,11 +28,11 @@ from mmrl.vlm.vlm_recipe import VlmRecipe
 INPAINTED = 1
 
 Chunk = tuple[int, int]
-"""First token, and the one after the last."""
+"""First token, and the token after the last one."""
 
 
 class Inpainting(Replacing):
-    """Right answers that are filled in around chunks of worked answers, for questions that all samples miss."""
+    """Correct responses filled in around chunks of worked answers, for questions that all samples get wrong."""
 
     settings: InpaintingConfig
 
@@ -41,7 +41,7 @@ class Inpainting(Replacing):
         self.config = config
 
     def check_data(self, tasks: Sequence[VlmTask]) -> None:
-        """Refuse questions without any worked answer to inpaint; raises UserError."""
+        """Reject questions without any worked answer to inpaint; raises UserError."""
         key = self.settings.trace_key
         if self.settings.replacements and not any(task.columns.get(key) for task in tasks):
             raise UserError(
@@ -52,7 +52,7 @@ class Inpainting(Replacing):
     def replacements(
         self, policy: VlmPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams, step: Step
     ) -> Exchange | None:
-        """Correct answers around hints, which replace the first samples of their groups."""
+        """Correct responses around hints, which replace the first samples of their groups."""
         if not self.settings.replacements:
             return None
         assert isinstance(policy, MaskedPolicy)
@@ -74,7 +74,7 @@ class Inpainting(Replacing):
         return torch.tensor(leaving), rows.select(torch.tensor(chosen))
 
     def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
-        """Adds the shares of groups that a filled-in answer rescued, and of these answers."""
+        """Adds the fraction of groups that inpainting rescued, and statistics of the inpainted responses."""
         if not self.settings.replacements:
             return super().metrics(rollouts, step)
         found, samples = self.replaced, max(self.replaced["inpainted"], 1)
@@ -150,7 +150,7 @@ class Inpainting(Replacing):
 def hinted_answer(
     trace: Sequence[int], length: int, mask_id: int, config: InpaintingConfig, generator: torch.Generator
 ) -> list[int]:
-    """An answer of masked tokens with random chunks of a worked answer in it.
+    """A response of masked tokens with random chunks of a worked answer in it.
 
     Args:
         trace: tokens of the worked answer, without an end token.
@@ -183,7 +183,7 @@ def with_chunks(
 
 
 def cut(length: int, smallest: int, largest: int, generator: torch.Generator) -> list[Chunk]:
-    """Chunks of random sizes one after another; a remainder below the smallest size is left out."""
+    """Consecutive chunks of random sizes; a remainder below the minimum size is dropped."""
     chunks: list[Chunk] = []
     start = 0
     while start < length:
@@ -196,7 +196,7 @@ def cut(length: int, smallest: int, largest: int, generator: torch.Generator) ->
 
 
 def place(chunks: Sequence[Chunk], room: int, stretch: float, max_gap: int) -> list[Chunk]:
-    """Positions of chunks in an answer: gaps grow by `stretch` up to `max_gap`, and the excess is cut off.
+    """Positions of chunks in a response: gaps grow by `stretch` up to `max_gap`, and the excess is cut off.
 
     Returns:
         Fewer chunks than given if there is no room for the last ones.

@@ -1,4 +1,4 @@
-"""Options of runs of a masked-diffusion language model."""
+"""Options of runs with a masked-diffusion language model."""
 
 from __future__ import annotations
 
@@ -21,42 +21,43 @@ KINDS = ("auto", "one_step", "elbo")
 
 @dataclass
 class LikelihoodConfig:
-    """Log-probabilities of an answer that was filled in, and the decisions that they belong to."""
+    """Log-probabilities of a filled-in response, and the decisions that they belong to."""
 
     kind: str = choice("auto", KINDS)
-    """one_step: each token given the question alone, a decision each (d1, IGPO); elbo: Monte Carlo draws of a lower
-    bound of the log-likelihood of the whole answer, a decision each, with the same masks for the old and the new
-    policy; auto: as the objective needs it, else one_step."""
+    """one_step: each token given only the question, one decision per token (d1, IGPO); elbo: Monte Carlo draws of a
+    lower bound of the log-likelihood of the whole response, one decision per draw, with the same masks for the old and
+    the new policy; auto: as the objective needs it, otherwise one_step."""
     draws: int = only_with(bounded(8, at_least=1), kind=Unless("one_step"))
-    """Draws of elbo for each answer."""
+    """Number of elbo draws per response."""
     chunk: int = rare(only_with(bounded(0, at_least=0), kind=Unless("one_step")))
-    """Draws of elbo that are backpropagated at a time, so that memory does not grow with their number; 0 is all. It
-    needs an objective that sums over decisions (token ratio, token_mean), such as bgpo."""
+    """Number of elbo draws to backpropagate at a time, so that memory does not grow with their number; 0 means all.
+    Needs an objective that sums over decisions (token ratio, token_mean), such as bgpo."""
 
     per_token: bool = rare(only_with(False, kind=Unless("one_step")))
-    """Divide the bounds of elbo by the tokens of an answer, as BGPO's code does."""
+    """Divide the elbo bounds by the number of tokens in the response, as BGPO's code does."""
 
 
 @dataclass
 class InpaintingConfig:
-    """Answers that are filled in around chunks of the worked answer, for questions that every sample misses (IGPO)."""
+    """Responses filled in around chunks of the worked answer, for questions that every sample gets wrong (IGPO)."""
 
     replacements: int = bounded(0, at_least=0)
     """Maximum number of samples per question to replace with correct ones; 0 = no inpainting. IGPO uses 4 of 8."""
     trace_key: str = "completion"
-    """Column with the worked answer; IGPO's code takes all of it, with the result."""
+    """Column with the worked answer; IGPO's code uses all of it, including the result."""
     low: float = bounded(0.2, at_least=0, at_most=1)
-    """Minimum fraction of the chunks that is given."""
+    """Minimum fraction of the chunks to give."""
     high: float = bounded(0.6, at_least=0, at_most=1)
-    """Maximum fraction of the chunks that is given; each sample draws its fraction between the two."""
+    """Maximum fraction of the chunks to give; each sample draws its fraction between the two."""
     min_chunk: int = bounded(5, at_least=1)
-    """Tokens of the smallest chunk; a shorter rest of the worked answer is not given."""
+    """Minimum chunk size in tokens; a shorter remainder of the worked answer is not given."""
     max_chunk: int = bounded(10, at_least=1)
-    """Tokens of the largest chunk."""
+    """Maximum chunk size in tokens."""
     free: int = bounded(30, at_least=0)
-    """Tokens at the end of the answer that never hold a chunk."""
+    """Number of tokens at the end of the response that never contain a chunk."""
     stretch: float = rare(bounded(1.5, at_least=1))
-    """Maximum factor by which gaps between chunks grow if the worked answer is shorter than its room; 1 = none."""
+    """Maximum factor by which gaps between chunks grow if the worked answer is shorter than the available space; 1 = no
+    growth."""
     max_gap: int = rare(bounded(100, at_least=0))
     """Maximum gap between two chunks, in tokens."""
 
@@ -69,9 +70,12 @@ class InpaintingConfig:
 
 
 def check_model(model: ModelConfig) -> None:
-    """Refuse settings that belong to models that read from left to right; raises ValueError."""
+    """Reject settings that only apply to left-to-right models; raises ValueError."""
     if model.attention == "flash_attention_2":
-        raise ValueError("model.attention is flash_attention_2, which takes no all-to-all mask; use sdpa or eager")
+        raise ValueError(
+            "model.attention is flash_attention_2, which does not support bidirectional attention masks; use sdpa or "
+            "eager"
+        )
     if model.router_aux_loss_coef:
         raise ValueError("model.router_aux_loss_coef is not supported with masked-diffusion models")
 
@@ -82,17 +86,17 @@ class MaskedConfig(VlmConfig):
 
     scored_outputs: ClassVar[tuple[str, ...]] = SCORES
     sampler: MaskedSampling = field(default_factory=MaskedSampling)  # type: ignore[assignment]
-    """Sampling of answers in training and evaluation."""
+    """Sampling of responses in training and evaluation."""
     likelihood: LikelihoodConfig = field(default_factory=LikelihoodConfig)
-    """Log-probabilities of answers."""
+    """Log-probabilities of responses."""
     inpainting: InpaintingConfig = field(default_factory=InpaintingConfig)
-    """Hints for questions that every sample misses."""
+    """Hints for questions that every sample gets wrong."""
     evaluation: VlmEvaluationConfig = field(default_factory=VlmEvaluationConfig)
     """Evaluation."""
 
     @property
     def draws(self) -> int:
-        """Number of likelihood draws per answer; 0 if decisions are tokens."""
+        """Number of likelihood draws per response; 0 if decisions are tokens."""
         kind, needs = self.likelihood.kind, make_objective(self.objective).needs
         elbo = kind == "elbo" or (kind == "auto" and "draws" in needs)
         return self.likelihood.draws if elbo else 0
@@ -104,13 +108,13 @@ class MaskedConfig(VlmConfig):
         objective = make_objective(self.objective)
         if self.trainer.old_logp == "sampler":
             raise ValueError(
-                "trainer.old_logp is 'sampler', but the sampler of a masked-diffusion model has no log-probabilities "
-                "of whole answers; use auto or recompute"
+                "trainer.old_logp is 'sampler', but the sampler of a masked-diffusion model provides no "
+                "log-probabilities of whole responses; use auto or recompute"
             )
         if "hints" in objective.needs and self.draws:
-            raise ValueError(f"objective {objective.name} weighs tokens; set likelihood.kind: one_step")
+            raise ValueError(f"objective {objective.name} weights tokens; set likelihood.kind: one_step")
         if "draws" in objective.needs and not self.draws:
-            raise ValueError(f"objective {objective.name} bounds draws of the likelihood; set likelihood.kind: elbo")
+            raise ValueError(f"objective {objective.name} needs draws of a likelihood bound; set likelihood.kind: elbo")
         if self.likelihood.chunk and not (self.draws and splits(objective)):
             raise ValueError(
                 "likelihood.chunk needs likelihood.kind elbo and an objective that sums over decisions: ratio token "
@@ -124,27 +128,27 @@ class MaskedConfig(VlmConfig):
             )
         if self.inpainting.replacements and self.inpainting.free >= self.sampler.max_new_tokens:
             raise ValueError(
-                f"inpainting.free is {self.inpainting.free}, which leaves no room in answers of "
+                f"inpainting.free is {self.inpainting.free}, which leaves no room in responses of "
                 f"sampler.max_new_tokens={self.sampler.max_new_tokens} tokens"
             )
 
 
 def splits(objective: Objective) -> bool:
-    """Whether the loss is a sum over decisions, each by itself, divided by their number."""
+    """Whether the loss is a sum of independent terms, one per decision, divided by their number."""
     apart = objective.ratio.kind == "token" and objective.aggregation.kind == "token_mean"
     return apart and not objective.compares_rows
 
 
 @dataclass
 class MaskedScoring(VlmEvaluationConfig):
-    """Evaluation of answers in supervised runs."""
+    """Evaluation of responses in supervised runs."""
 
     sampler: MaskedSampling = field(default_factory=MaskedSampling)
-    """Length and sampling of the answers; training uses the same length."""
+    """Length and sampling of the responses; training uses the same length."""
     rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms that score the answers."""
+    """Reward terms that score the responses."""
     accuracy_reward: str = ""
-    """Reward term whose value 1 counts as a right answer; empty = the last term."""
+    """Reward term used to score correctness (1 = correct). Default: the last term."""
 
 
 @dataclass
@@ -152,7 +156,7 @@ class MaskedSftConfig(SftConfig):
     """A supervised run of a masked-diffusion language model on a column of worked answers."""
 
     evaluation: MaskedScoring = field(default_factory=MaskedScoring)
-    """Evaluation, with the length of answers and the rewards that score them."""
+    """Evaluation, with the length of responses and the rewards that score them."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -160,11 +164,11 @@ class MaskedSftConfig(SftConfig):
         check_model(self.model)
         if self.evaluation.sampler.temperature != 1.0:
             raise ValueError(
-                f"evaluation.sampler.temperature is {self.evaluation.sampler.temperature:g}, but evaluations sample at "
-                "evaluation.temperature; set that"
+                f"evaluation.sampler.temperature is {self.evaluation.sampler.temperature:g}, but evaluations sample "
+                "at evaluation.temperature; set that instead"
             )
 
     @property
     def scoring(self) -> Any:
-        """Settings in `evaluation` for sampling and scoring answers."""
+        """Settings in `evaluation` for sampling and scoring responses."""
         return self.evaluation

@@ -1,4 +1,4 @@
-"""Memory of a run on a masked-diffusion language model."""
+"""Memory plan of a run with a masked-diffusion language model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from mmrl.vlm.vlm_plan import PROMPT, outlined, reference_copies
 
 
 def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = True, recipe: Any = None) -> Plan:
-    """Plan memory for prompts of the maximum length that the configuration allows; of those read, nothing is known.
+    """Plan memory for prompts of the maximum length that the configuration allows; the data are not read.
 
     Without passes, the plan covers only what is held between them: weights, gradients, moments and copies.
     """
@@ -66,7 +66,7 @@ def _facts(config: Any, network: Any, trained: Any, prompt_tokens: int | None) -
     return Facts(
         network=trained,
         learn=learn,
-        assumed=(f"prompts of {prompt} tokens", f"answers of {answer}", f"{inputs} inputs at once"),
+        assumed=(f"prompts of {prompt} tokens", f"responses of {answer}", f"{inputs} inputs per pass"),
         passes=sizes.passes * again,
         act=None if supervised else fill,
         acting="predictions of masked tokens",

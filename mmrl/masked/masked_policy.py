@@ -1,4 +1,4 @@
-"""The policy of a masked-diffusion language model, and bounds of its log-likelihoods.
+"""The policy of a masked-diffusion language model, and bounds on its log-likelihoods.
 
 The network is a transformers decoder with all-to-all attention: the state at a position predicts the token at that
 position, given the question and all unmasked tokens of the answer. An answer always has L tokens; those after its first
@@ -31,17 +31,17 @@ OUTPUTS = frozenset({"logp", "entropy"})
 
 @dataclass(kw_only=True)
 class MaskedPayload(VlmPayload):
-    """Prompts of N groups and answers of B rows with L tokens each."""
+    """Prompts of N groups and responses of B rows with L tokens each."""
 
     response_ids: Tensor = per_row()
-    """(B, L) int64, the tokens of each answer, with its padding."""
+    """(B, L) int64, the tokens of each response, including padding."""
     hidden: Tensor = per_row()
-    """(B, n, L) bool, the tokens that each of n draws masks for scoring; with n = 0 the whole answer is masked."""
+    """(B, n, L) bool, the tokens that each of n draws masks for scoring; with n = 0 the whole response is masked."""
     length: Tensor = per_row()
-    """(B,) int64, tokens of each answer up to its first end token."""
+    """(B,) int64, tokens of each response up to its first end token."""
 
     def sampled_tokens(self, mask: Tensor) -> list[list[int]]:
-        """The tokens of each answer up to its first end token."""
+        """The tokens of each response up to its first end token."""
         rows = zip(self.response_ids.tolist(), self.length.tolist(), strict=True)
         return [row[:length] for row, length in rows]
 
@@ -60,7 +60,7 @@ def hide_counts(uniform: Tensor) -> Tensor:
 
 
 def with_masks(rollouts: Rollouts, draws: int, groups: int, streams: Streams, purpose: str) -> Rollouts:
-    """Rows of sampled answers with their decisions and the masks that they are scored with.
+    """Rows of sampled responses with their decisions and the masks that they are scored with.
 
     Args:
         rollouts: B rows, the same number for each of `groups` groups.
@@ -99,8 +99,8 @@ class MaskedPolicy(VlmPolicy):
         mask_id = processor.tokenizer.mask_token_id
         if mask_id is None:
             raise UserError(
-                f"the tokenizer of {config.path} names no mask token, so it is not that of a masked-diffusion model; "
-                "set mask_token in tokenizer_config.json, or use recipe: vlm or sft"
+                f"the tokenizer of {config.path} has no mask token, so the model is not a masked-diffusion model; set "
+                "mask_token in tokenizer_config.json, or use recipe: vlm or sft"
             )
         self.mask_id = int(mask_id)
         # A predicted mask token would leave its position masked.
@@ -115,7 +115,7 @@ class MaskedPolicy(VlmPolicy):
         return ids + [self.eos_ids[0] if end is None else int(end)] * (length - len(ids))
 
     def lengths(self, tokens: Tensor) -> Tensor:
-        """(B,) int64, length of answers (B, L) up to and including the first end token; L without one."""
+        """(B,) int64, length of responses (B, L) up to and including the first end token; L without one."""
         ends = torch.isin(tokens, torch.tensor(self.eos_ids, device=tokens.device))
         # argmax gives the first of equal values, which is the first end token
         return torch.where(ends.any(1), ends.int().argmax(1) + 1, tokens.shape[1])
@@ -123,7 +123,7 @@ class MaskedPolicy(VlmPolicy):
     def forward(  # type: ignore[override]
         self, rollouts: Rollouts, *, level: str = "one_step", outputs: frozenset[str] = frozenset({"logp"})
     ) -> PolicyOutputs:
-        """Score the answers of every row.
+        """Score the response of every row.
 
         Args:
             rollouts: rows whose payload is a `MaskedPayload`.
@@ -162,13 +162,13 @@ class MaskedPolicy(VlmPolicy):
         return PolicyOutputs(bounds(found.logp), None if found.entropy is None else bounds(found.entropy))
 
     def logits(self, prompts: Sequence[Prompt], answers: Tensor) -> Tensor:
-        """Logits (R, L, V) float32 at the answers' positions; see `answer_states`."""
+        """Logits (R, L, V) float32 at the responses' positions; see `answer_states`."""
         states = self.answer_states(prompts, answers)
         found = self.head.logits(states.flatten(0, 1)).float().index_fill(1, self.banned_ids, float("-inf"))
         return found.unflatten(0, states.shape[:2])
 
     def answer_states(self, prompts: Sequence[Prompt], answers: Tensor) -> Tensor:
-        """States (R, L, H) at the answers' positions, each predicting the token at its own position.
+        """States (R, L, H) at the responses' positions, each predicting the token at its own position.
 
         Args:
             prompts: R prompts.

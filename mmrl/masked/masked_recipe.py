@@ -53,7 +53,7 @@ from mmrl.vlm.vlm_recipe import VlmRecipe
 
 
 class MaskedRecipe(VlmRecipe):
-    """Samples by filling in masked answers, scores them by one step or by an evidence lower bound."""
+    """Samples by filling in masked responses; scores them in one step or by an evidence lower bound."""
 
     config: MaskedConfig
     policy_class = MaskedPolicy
@@ -64,11 +64,11 @@ class MaskedRecipe(VlmRecipe):
         return [Inpainting(self, self.config)]
 
     def own_sampler(self) -> Any:
-        """The sampler that fills in answers."""
+        """The sampler that fills in responses."""
         return MaskedSampler(self.config.sampler)
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample G answers to each question, and draw the masks that they are scored with."""
+        """Sample G responses to each question, and draw the masks that they are scored with."""
         rollouts = super().rollout(policy, tasks, streams, step)
         streams = streams.of_groups(rollouts)
         return with_masks(rollouts, self.config.draws, rollouts.num_groups, streams, "likelihood")
@@ -96,7 +96,7 @@ class MaskedRecipe(VlmRecipe):
                 yield part if most >= part.num_decisions else part.replace(mask=own)
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the lengths of answers up to their end token, which are not their numbers of decisions."""
+        """Adds the lengths of responses up to their end token, which differ from their numbers of decisions."""
         length = MaskedPayload.of(rollouts).length.float()
         own = {"response/length_mean": row_metric(length), "response/length_max": Metric(length.max(), 1.0, "max")}
         return super().step_metrics(rollouts) | own
@@ -120,7 +120,7 @@ SHORTEST_TIME = 1e-3
 
 
 class MaskedSftRecipe(SftRecipe):
-    """Bounds the likelihood of a column of completions."""
+    """Maximises a likelihood bound of a column of completions."""
 
     config: MaskedSftConfig
     policy_class = MaskedPolicy

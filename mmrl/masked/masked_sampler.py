@@ -1,4 +1,4 @@
-"""Sampling of masked-diffusion language models: block after block, a few tokens at each step, the surest first.
+"""Sampling of masked-diffusion language models: block after block, a few tokens per step, the most confident first.
 
 In each step all masked tokens of the block are predicted, a token is drawn for each, and the ones kept are those with
 the highest probability, or random ones. The others stay masked and are drawn again in later steps.
@@ -30,21 +30,21 @@ REMASKING = ("low_confidence", "random")
 
 @dataclass
 class MaskedSampling:
-    """Length of answers, and how they are filled in."""
+    """Length of responses, and how they are filled in."""
 
     max_new_tokens: int = bounded(64, at_least=1)
-    """Tokens L of every answer; what follows its first end token is padding."""
+    """Length of every response in tokens; everything after its first end token is padding."""
     block: int = bounded(32, at_least=1)
-    """Tokens of a block, a divisor of max_new_tokens; blocks are filled from left to right."""
+    """Tokens per block, a divisor of max_new_tokens; blocks are filled from left to right."""
     steps: int = bounded(32, at_least=1)
-    """Steps per answer, a multiple of the number of blocks; each step fills in an equal part of its block."""
+    """Steps per response, a multiple of the number of blocks; each step fills in an equal part of its block."""
     remasking: str = choice("low_confidence", REMASKING)
-    """Tokens that a step keeps: low_confidence keeps those with the highest probability and masks the others again;
-    random keeps any, and the likeliest answer is filled in by confidence all the same."""
+    """Which tokens a step keeps. low_confidence: those with the highest probability, the others are masked again;
+    random: any tokens (greedy responses are still filled in by confidence)."""
     temperature: float = bounded(1.0, above=0)
     """Softmax temperature for sampling; scoring does not use it."""
     batch_rows: int = bounded(256, at_least=1)
-    """Maximum number of answers sampled at once. Affects memory only."""
+    """Maximum number of responses sampled at once. Affects memory only."""
 
     def validate(self) -> None:
         """Check that blocks and steps divide evenly; raises ConfigError."""
@@ -60,21 +60,21 @@ class MaskedSampling:
 
     @property
     def truncates(self) -> bool:
-        """Tokens are drawn from the whole distribution."""
+        """False: tokens are drawn from the whole distribution."""
         return False
 
     def whole(self, temperature: float) -> MaskedSampling:
-        """The same at another temperature."""
+        """The same options at another temperature."""
         return replace(self, temperature=temperature)
 
     @property
     def blocks(self) -> int:
-        """Blocks of an answer."""
+        """Blocks per response."""
         return self.max_new_tokens // self.block
 
     @property
     def draws(self) -> int:
-        """Random numbers that an answer takes: for the order of its tokens, and for their values in each step."""
+        """Number of random numbers per response: for the order of its tokens, and for their values in each step."""
         return self.max_new_tokens * (1 + self.steps // self.blocks)
 
 
@@ -86,16 +86,16 @@ class MaskedSampler:
         self._policy: MaskedPolicy | None = None
 
     def load(self, weights: MaskedPolicy, version: int) -> None:
-        """Sample from this policy; it is read in place, so it always has the newest weights."""
+        """Sample from this policy; it is not copied, so its weights are always current."""
         self._policy = weights
 
     def sample(self, tasks: Sequence[Prompt], n: int, streams: Streams) -> Samples:
-        """Draw n answers to each prompt."""
+        """Draw n responses to each prompt."""
         assert self._policy is not None
         return sample(self._policy, tasks, n, self.config, streams.uniform(len(tasks), n, self.config.draws))
 
     def close(self) -> None:
-        """Free nothing."""
+        """Do nothing: there is nothing to free."""
 
 
 def sample(
@@ -106,7 +106,7 @@ def sample(
     draws: Tensor | None,
     hints: Tensor | None = None,
 ) -> Samples:
-    """Fill in answers.
+    """Fill in responses.
 
     Args:
         policy: the model.
@@ -147,7 +147,7 @@ def sample(
 def fill(
     policy: MaskedPolicy, prompts: Sequence[Prompt], answers: Tensor, config: MaskedSampling, draws: Tensor | None
 ) -> Tensor:
-    """Answers (R, L) with all masked tokens filled in."""
+    """Responses (R, L) with all masked tokens filled in."""
     rows, length = answers.shape
     count = config.steps // config.blocks
     draws = None if draws is None else draws.view(rows, count + 1, length)
@@ -171,12 +171,12 @@ def fill(
 
 
 def step_shares(masked: Tensor, steps: int) -> Tensor:
-    """Tokens (R, steps) that each step fills in, of a number (R,) in all: even shares, larger ones first."""
+    """Tokens (R, steps) that each step fills in, out of a total (R,): equal parts, larger ones first."""
     return masked[:, None] // steps + (torch.arange(steps, device=masked.device) < masked[:, None] % steps)
 
 
 def propose(logits: Tensor, uniform: Tensor | None, temperature: float) -> tuple[Tensor, Tensor]:
-    """A token for each place of logits (R, L, V), and its probability at temperature 1.
+    """A token for each position of logits (R, L, V), and its probability at temperature 1.
 
     Args:
         logits: predictions.
@@ -191,7 +191,7 @@ def propose(logits: Tensor, uniform: Tensor | None, temperature: float) -> tuple
 
 
 def unmask(answers: Tensor, token: Tensor, sure: Tensor, count: Tensor, mask_id: int) -> Tensor:
-    """Fill in the surest masked tokens.
+    """Fill in the most confident masked tokens.
 
     Args:
         answers: (R, L) tokens, and the mask token at open positions.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mmrl.files import replaced
+from mmrl.files import replaced, write_atomically
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 # after Okabe and Ito: safe for colour-blind readers; lines have a contrast of 3 on light and on dark cards, text of 4.5
 COLOURS = ("#2f88c8", "#d9640f", "#009e73", "#c95f9c", "#8c6bb1", "#aa7c11", "#1b93a5", "#7f7f7f")
 MARKERS = "os^DvPX*"
-"""A curve's second mark besides its colour."""
+"""Markers that distinguish curves in addition to their colour."""
 MARKS = 6
-"""Marks on a curve with more points than that."""
+"""Number of markers on a curve with more points than that."""
 INK = "#5d656f"
 INK_ON_DARK = "#9aa3ad"
 GRID = "#7b808733"
@@ -34,7 +34,7 @@ def colour_cycle() -> list[str]:
 
 
 def style_axes(axes: Axes) -> None:
-    """Thin grid, two spines, whole steps."""
+    """Set a thin grid, two spines and integer steps."""
     from matplotlib.ticker import MaxNLocator
 
     axes.patch.set_alpha(0)
@@ -50,7 +50,7 @@ def style_axes(axes: Axes) -> None:
 
 
 def draw_legend(axes: Axes) -> None:
-    """Legend, placed where there is room."""
+    """Draw the legend where there is room."""
     axes.legend(fontsize=8, frameon=False, labelcolor=INK, loc="best")
 
 
@@ -60,22 +60,36 @@ def save_png(figure: Figure, path: Path) -> None:
         figure.savefig(draft, format="png", dpi=130)
 
 
+def save_svg(figure: Figure, path: Path) -> None:
+    """Write a figure as SVG without a background, whose text and axes follow the colour scheme of the page."""
+    import matplotlib
+
+    figure.set_facecolor("none")
+    with matplotlib.rc_context({"svg.hashsalt": path.name}):  # equal bytes for an equal figure
+        text = _svg(figure).decode()
+    text = text.replace(INK, "var(--ink)").replace("#000000", "var(--ink)")
+    dark = f"@media (prefers-color-scheme: dark) {{ svg {{ --ink: {INK_ON_DARK} }} }}"
+    style = f"<style>svg {{ --ink: {INK}; fill: var(--ink) }} {dark}</style>"
+    head, end, rest = text.partition("<defs>")
+    write_atomically(path, head + style + end + rest)
+
+
 WIDTH = 4.0
-"""Inches of a chart: about a card of the page and a phone, so that text of 9 points stays readable."""
+"""Width of a chart in inches: about a card of the page or a phone, so that 9-point text stays readable."""
 WHOLE_SCALE = 10
-"""Per cent above which a chart of shares reaches from 0 to 100, like its neighbours."""
+"""Percentage above which a chart of fractions ranges from 0 to 100, like its neighbours."""
 LEGEND_CHARACTERS = 55
-"""Characters of a row of names above a chart."""
+"""Maximum number of characters in a row of names above a chart."""
 Series = Mapping[str, tuple[Sequence[float], Sequence[float]]]
 Estimates = Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float], Sequence[float]]]
 
 
 class Chart(NamedTuple):
-    """A drawing and the position of its horizontal axis, with which a page shows the values under the pointer."""
+    """A drawing and the position of its horizontal axis, used to show the values under the pointer."""
 
     svg: bytes
     box: tuple[float, ...] = ()
-    """Left, top, width and height of the panels as shares of the drawing."""
+    """Left, top, width and height of the panels as fractions of the drawing."""
     limits: tuple[float, ...] = ()
     """Values at the left and right end of the axis."""
 
@@ -105,7 +119,7 @@ def line_chart(series: Series, *, unit: str = "", log_scale: bool = False, smoot
 
 
 def interval_chart(series: Estimates, limits: tuple[float, float] | None = None) -> Chart:
-    """Chart of label to (steps, values, low ends, high ends) as shares, in per cent; NaN ends draw no interval.
+    """Chart of label to (steps, values, low ends, high ends) as fractions, shown in percent; NaN ends draw no interval.
 
     Charts shown side by side get the same `limits`, the ends of the vertical axis as shares.
     """
@@ -137,7 +151,7 @@ def panel_chart(series: Estimates, x_label: str = "step") -> Chart:
 
 
 def stacked_chart(series: Series) -> Chart:
-    """Seconds of parts that add up, over steps, the first at the bottom."""
+    """Stacked chart of the seconds of stages over steps, the first at the bottom."""
     figure, axes = _canvas("s")
     steps = next(iter(series.values()))[0]
     layers = [np.nan_to_num(moving_average(values, max(1, len(values) // 50))) for _, values in series.values()]

@@ -47,7 +47,7 @@ def _fits(name: str, pattern: str) -> bool:
 
 
 def by_kind(names: Sequence[str], describe: Callable[[str], str | None]) -> dict[str, list[str]]:
-    """Metrics by the kind of number that they are, inferred from how their definitions begin."""
+    """Metrics by kind of number, inferred from the beginning of their definitions."""
     kinds: dict[str, list[str]] = {}
     for name in names:
         sentence = describe(name) or ""
@@ -58,7 +58,7 @@ def by_kind(names: Sequence[str], describe: Callable[[str], str | None]) -> dict
 
 
 def constants(run: RunFolder) -> list[tuple[str, str]]:
-    """Name and value of the training metrics that are not drawn because they never changed, except those that are 0.
+    """Name and value of training metrics that are not drawn because they never changed, except those that are 0.
 
     A reward of 0 is news and is named.
     """
@@ -110,9 +110,7 @@ def _time_charts(run: RunFolder) -> list[dict[str, Any]]:
     if stages:
         series = _series(run, stages)
         charts.append(_figure("Seconds by stage", stages, stacked_chart(series), series, "s"))
-        charts[-1]["caption"] = (
-            "Stages that follow one another, stacked from bottom to top in the order of their names."
-        )
+        charts[-1]["caption"] = "Consecutive stages, stacked from bottom to top in the order of their names."
     if parts:
         series = _series(run, parts)
         charts.append(_figure("Seconds of parts of stages", parts, line_chart(series, unit="s"), series, "s"))
@@ -255,9 +253,9 @@ def _values(chart: Chart, series: Mapping[str, Sequence[Sequence[float]]], unit:
 
 
 SPOKEN = 8
-"""Curves of a chart that its alternative text describes."""
+"""Maximum number of curves described in a chart's alternative text."""
 HOVERED = 120
-"""Positions of a curve whose values the page holds."""
+"""Maximum number of positions of a curve whose values are stored in the page."""
 UNCHARTED = (
     "reward/errors",
     "samples/total",
@@ -281,12 +279,14 @@ AXIS_CAPTIONS = {
     "images": "Images drawn for training so far.",
     "seconds": "Seconds of training so far, without evaluation.",
     "model evaluations": (
-        "Forward equivalents of the denoiser in training so far: rows without gradient + 3 × rows with gradient, "
-        "since a row with gradient costs a forward pass and a backward pass of about two forwards."
+        "Forward-pass equivalents of the denoiser in training so far: rows without gradient + 3 × rows with "
+        "gradient, since a row with gradient costs a forward pass plus a backward pass, which takes about two "
+        "forward passes."
     ),
 }
 SCHEDULED = {"optim/lr", "policy/kl_coef", "papo/gamma"}
-"""Metrics that a schedule sets: drawn as they are, since a moving average would show rates that were never used."""
+"""Metrics set by a schedule: drawn without smoothing because a moving average would show values that were never
+used."""
 KINDS = {
     "seconds": r"Seconds\b",
     "shares": r"(Mean s|S)hare\b|(Mean f|F)raction\b",
@@ -299,7 +299,7 @@ KINDS = {
         r"|Updates|Videos)\b"
     ),
 }
-"""Kind of number to how the definitions of such metrics begin; the first that fits."""
+"""Kind of number to a pattern for the beginning of such metrics' definitions; the first match counts."""
 UNITS = {"seconds": "s", "shares": "%", "megabytes": "MB"}
 """Kind of number to the unit on its axis."""
 CHARTS: dict[str, tuple[str, ...]] = {
@@ -310,10 +310,10 @@ CHARTS: dict[str, tuple[str, ...]] = {
     "Loss terms": ("loss/*",),
     "Implicit rewards": ("rewards/chosen", "rewards/rejected", "rewards/margins"),
     "Log-probabilities of the two sides": ("logps/chosen", "logps/rejected"),
-    "Order of pairs": ("rewards/accuracies", "logps/accuracies"),
+    "Correctly ordered pairs": ("rewards/accuracies", "logps/accuracies"),
     "Importance ratio": ("policy/ratio_mean", "policy/ratio_max"),
     "Groups without a learning signal": ("reward/zero_variance_groups", "update/zero_advantage_groups"),
-    "Finished answers": ("response/finished_fraction",),
+    "Finished responses": ("response/finished_fraction",),
     "Clipped decisions": ("policy/clip_fraction_low", "policy/clip_fraction_high"),
     "Response length": ("response/length_mean", "response/length_max"),
     "Gradient norm": ("optim/grad_norm",),

@@ -32,29 +32,29 @@ from mmrl.runs.records import read_warnings
 from mmrl.runs.statistics import SHARES
 
 KINDS = {"text-generation": "language model", "image-text-to-text": "vision-language model"}
-"""Kind of a model by the hub's name of what it does."""
+"""Kind of model by its task name on the hub."""
 MOST_PARTS = 24
 """Maximum number of task groups in the table of results; the report lists all."""
 LARGEST_SETTINGS = 12_000
-"""Characters of settings that a card repeats."""
+"""Maximum number of characters of settings included in a card."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """The model that training began with, before the first run of a chain."""
+    """The model that training started from, before the first run of a chain."""
 
     text: str
-    """Markdown that names it."""
+    """Its name as Markdown."""
     hub_id: str = ""
-    """Its id, if it is on the hub."""
+    """Its hub id, if it is on the hub."""
     licence: str = ""
-    """Licence that its own card states."""
+    """Licence stated in its own card."""
     earlier: tuple[str, ...] = ()
-    """Runs in between as Markdown, the first one first."""
+    """Runs in between as Markdown, earliest first."""
 
 
 def model_card(entry: Any, config: Any, run_dir: Path, step: int, exported: Exported, repository: str = "") -> str:
-    """The card of the model that a run had at a step; unknown parts are left out.
+    """The card of a run's model at a given step; unknown parts are omitted.
 
     `repository` is its id on the hub, if it is to have one.
     """
@@ -95,12 +95,12 @@ def _summary(entry: Any, run: RunFolder, exported: Exported) -> str:
     kind = KINDS.get(exported.task, "model").capitalize()
     name = method(run) or shown_name(entry.name, run.objective)
     measured_here = run.evaluations and outcome([run])
-    unmeasured = "There is no held-out evaluation of this step."
+    unmeasured = "There is no held-out evaluation at this step."
     return f"{kind} trained with {name}. {' '.join(measured_here) if measured_here else unmeasured}"
 
 
 def at_step(run: RunFolder, step: int) -> RunFolder:
-    """The run as it was at a step, with the splits that were evaluated there."""
+    """The run as it was at a step, with the splits evaluated at that step."""
     until = [record for record in run.evaluations if record["step"] <= step]
     there = {record.get("split", "") for record in until if record["step"] == step}
     metrics = [record for record in run.metrics if record["step"] <= step]
@@ -108,7 +108,7 @@ def at_step(run: RunFolder, step: int) -> RunFolder:
 
 
 def start_of(settings: Mapping[str, Any], run_dir: Path) -> Start:
-    """Follow `model.path` through earlier runs to the model at the beginning."""
+    """Follow `model.path` through earlier runs to the initial model."""
     earlier: list[str] = []
     while True:
         path = str(setting(settings, "model", "path") or setting(settings, "policy", "path") or "")
@@ -124,7 +124,7 @@ def start_of(settings: Mapping[str, Any], run_dir: Path) -> Start:
         settings, run_dir = found.settings, before
     build = setting(settings, "model", "build")
     if build:
-        return Start(f"a model that {code(portable(build))} builds", earlier=tuple(earlier))
+        return Start(f"a model built by {code(portable(build))}", earlier=tuple(earlier))
     if not path:
         kind = setting(settings, "model", "kind")
         return Start(f"a new policy of kind {code(portable(kind))}" if kind else "", earlier=tuple(earlier))
@@ -151,8 +151,8 @@ def _use(exported: Exported, config: Any, repository: str) -> list[str]:
     shown = fenced("\n".join([*first, f"folder = {where}", exported.load, *filter(None, [exported.use])]), "python")
     data = getattr(config, "data", None)
     for name, sentence in (
-        ("system_prompt", "Training put this system turn before the question:"),
-        ("format_prompt", "Training put this Jinja template around the question:"),
+        ("system_prompt", "In training, this system message came before the question:"),
+        ("format_prompt", "In training, the question was formatted with this Jinja template:"),
     ):
         text = getattr(data, name, None)
         if text:
@@ -213,7 +213,7 @@ def _training(entry: Any, config: Any, run: RunFolder, step: int, start: Start, 
     rows = {
         "method": plain(method(run)) + (f", recipe {code(name)}{summary}" if name == entry.name else ""),
         "kind of model": KINDS.get(exported.task, ""),
-        "began with": start.text,
+        "initial model": start.text,
         "earlier runs": "; ".join(start.earlier),
         "data": _data(run.settings, result),
         "held out": plain(known.get("held out", "")),
@@ -234,8 +234,8 @@ def _training(entry: Any, config: Any, run: RunFolder, step: int, start: Start, 
     text = yaml.safe_dump(portable(changed), sort_keys=False, allow_unicode=True)
     if len(text) <= LARGEST_SETTINGS:
         lines += [
-            "These settings, saved as `run.yaml`, repeat the run with `mmrl train run.yaml`; the names of files are "
-            "those of the machine that it ran on.",
+            "To repeat the run, save these settings as `run.yaml` and run `mmrl train run.yaml`. File names "
+            "refer to the original machine.",
             "",
             *fenced(text, "yaml"),
         ]
@@ -289,17 +289,20 @@ def _limits(run: RunFolder, step: int, settings: Mapping[str, Any], start: Start
     best = run.result.get("best_checkpoint") or {}
     sentences = list(exported.limits)
     if run.evaluations:
-        sentences.append("One run with one seed: the intervals cover the choice of tasks, not another training run.")
+        sentences.append(
+            "This is a single run with one seed: the intervals cover the choice of tasks, not the variation "
+            "between training runs."
+        )
     if best.get("step") == step and settings.get("checkpoint", {}).get("every"):
         sentences.append(
-            f"This step was chosen among several by its {plain(best.get('metric', 'result'))} on the held-out tasks, "
-            "so that number is somewhat too good."
+            f"This step was selected by its {plain(best.get('metric', 'result'))} on the held-out tasks, so that "
+            "number is somewhat optimistic."
         )
     if not run.result:
         sentences.append("The run has not finished.")
     if start.hub_id and not start.licence:
-        sentences.append(f"The licence of {plain(start.hub_id)}, which is on its own page, applies to this model too.")
-    sentences += [f"The run warned: {plain(without_paths(text))}." for text in read_warnings(run.folder)]
+        sentences.append(f"The licence of {plain(start.hub_id)} (see its own page) also applies to this model.")
+    sentences += [f"Warning from the run: {plain(without_paths(text))}." for text in read_warnings(run.folder)]
     return ["## Limits", "", *(f"- {sentence}" for sentence in sentences), ""] if sentences else []
 
 
@@ -348,16 +351,16 @@ def _eval_results(run: RunFolder, task: str) -> Iterator[Any]:
 
 
 SOURCE_KEYS = ("_name_or_path", "name_or_path")
-"""Keys of transformers' and diffusers' files that tell where a model was loaded from."""
+"""Keys in transformers' and diffusers' files that record where a model was loaded from."""
 
 
 def export(args: argparse.Namespace, run_dir: Path, say: Callable[[str], None]) -> int:
-    """Export as the command line asks, and say how the folder is loaded or uploaded."""
+    """Export as requested on the command line, and print how to load or upload the folder."""
     output = args.output or run_dir / "export"
     with foreign_run(run_dir / "config.yaml", allow=args.allow) as (entry, config):
         call = export_run(entry, config, run_dir, output, args.step, args.to_hub, args.lora_format)
     say(f"exported: {output}")
-    say(f"load it as {output / CARD} shows" if args.lora_format else f"load it with: {call}")
+    say(f"load it as shown in {output / CARD}" if args.lora_format else f"load it with: {call}")
     if args.to_hub:
         say(f"checked; upload it with: {shlex.join(['hf', 'upload', args.to_hub, str(output)])}")
     return 0
@@ -366,7 +369,7 @@ def export(args: argparse.Namespace, run_dir: Path, say: Callable[[str], None]) 
 def export_run(
     entry: Any, config: Any, run_dir: Path, output: Path, step: int | None = None, repository: str = "", form: str = ""
 ) -> str:
-    """Write the model of a run's best (else newest) checkpoint as one ordinary folder, adapters merged, with its card.
+    """Export the model of a run's best (else newest) checkpoint to a folder, with adapters merged and a model card.
 
     With `form`, the format of adapter files, it is the adapters alone. `repository` is the id on the Hugging Face hub
     of a folder that is to be uploaded, which is then also checked.
@@ -410,8 +413,8 @@ def _export(entry: Any, config: Any, checkpoint: Path, folder: Path, form: str) 
         return recipe.export(config, checkpoint, folder)  # type: ignore[no-any-return]
     if not hasattr(recipe, "export_adapter"):
         raise UserError(
-            f"--lora-format is for image and video models, not for the recipe {entry.name}; language models have their "
-            f"adapters in the format of peft already: {checkpoint}/model"
+            f"--lora-format is for image and video models, not for the recipe {entry.name}; adapters of language "
+            f"models are already in peft format: {checkpoint}/model"
         )
     return recipe.export_adapter(config, checkpoint, folder, form)  # type: ignore[no-any-return]
 
@@ -426,7 +429,7 @@ def _check_id(repository: str) -> None:
     except HFValidationError:
         sound = False
     if repository and not sound:
-        raise UserError(f"--to-hub is {repository!r}; it takes the id of a repository, such as your-name/your-model")
+        raise UserError(f"--to-hub is {repository!r}; expected a repository id such as your-name/your-model")
 
 
 def _forget_sources(file: Path) -> None:
@@ -452,12 +455,12 @@ def _check_upload(folder: Path, call: str) -> None:
             with quiet_transformers():
                 load(str(folder), **dict.fromkeys(re.findall(r"(\w+)=None", call)))  # type: ignore[operator]
     except Exception as error:
-        raise UserError(f"the exported folder does not load: {' '.join(str(error).split())}") from error
+        raise UserError(f"the exported folder cannot be loaded: {' '.join(str(error).split())}") from error
     for file in folder.rglob("*.json"):
         found = re.findall(r'"((?:/[^"/\\\s]+){2,})"', file.read_text(encoding="utf-8"))
         private = next((path for path in found if Path(path).exists()), None)
         if private is not None:
-            raise UserError(f"{file.relative_to(folder)} names {private} of this machine; nothing was written")
+            raise UserError(f"{file.relative_to(folder)} contains the local path {private}; nothing was written")
 
 
 def _prompt_format(config: Any) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A run folder as the report reads it, and the evaluations that its tables compare."""
+"""A run folder as read by the report, and the evaluations compared in its tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mmrl.runs.statistics import SHARES
 from mmrl.runs.tracking import describe_metric, metric_definitions, read_evaluations, read_metrics
 
 EVALUATED = "evaluate"
-"""Tag of the evaluations that `mmrl evaluate` appends."""
+"""Tag of evaluations appended by `mmrl evaluate`."""
 COUNTED = ("step", "tag", "split", "cost/")
 """Keys of an evaluation that are not measurements."""
 RESULT_TYPES: dict[str, type | tuple[type, ...]] = {
@@ -29,7 +29,7 @@ RESULT_TYPES: dict[str, type | tuple[type, ...]] = {
     ),
     **dict.fromkeys(("versions", "data", "best_checkpoint"), dict),
 }
-"""Fields of result.json that the report shows, and their types; values of other types are left out."""
+"""Fields of result.json shown in the report, and their types; values of other types are ignored."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class RunFolder:
         return " · ".join(dict.fromkeys(str(part) for part in parts if part))
 
     def describe(self, metric: str) -> str:
-        """Sentence that defines a metric of the run; empty without one."""
+        """Sentence that defines a metric of the run; empty if there is none."""
         return describe_metric(metric, metric_definitions(self.recipe)) or ""
 
     @cached_property
@@ -67,19 +67,19 @@ class RunFolder:
 
     @property
     def recipe(self) -> str:
-        """The recipe's name, also of a run that has not finished; empty if unknown."""
+        """The recipe's name, even if the run has not finished; empty if unknown."""
         found = self.result.get("recipe") or self.settings.get("recipe")
         return found if isinstance(found, str) else ""
 
     @property
     def objective(self) -> str:
-        """The objective's name, also of a run that has not finished; empty if unknown."""
+        """The objective's name, even if the run has not finished; empty if unknown."""
         block = self.settings.get("objective")
         found = self.result.get("objective") or (block.get("preset") if isinstance(block, dict) else None)
         return found if isinstance(found, str) else ""
 
     def text(self, name: str) -> str:
-        """Content of one of its files; empty if it is missing or too large to be shown."""
+        """Content of one of its files; empty if it is missing or too large to show."""
         try:
             return read_text(self.folder / name, LARGEST_YAML, errors="replace")
         except (OSError, UserError):
@@ -87,7 +87,7 @@ class RunFolder:
 
     @property
     def splits(self) -> list[str]:
-        """Held-out splits, the headline first."""
+        """Held-out splits, the headline split first."""
         return list(dict.fromkeys(record.get("split", "") for record in self.evaluations))
 
     @property
@@ -97,13 +97,13 @@ class RunFolder:
         return not self.metrics and tags == {EVALUATED}
 
     def shares(self, records: Sequence[Mapping[str, Any]]) -> list[str]:
-        """Accuracies or successes among the metrics of records, the one of `checkpoint.best_metric` first."""
+        """Accuracies or success rates among the metrics of records, with `checkpoint.best_metric` first."""
         block = self.settings.get("checkpoint")
         best = block.get("best_metric") if isinstance(block, dict) else None
         return sorted(measured(records, SHARES), key=lambda name: name != best)
 
     def of_split(self, split: str) -> list[dict[str, Any]]:
-        """Evaluations of one split in the order of steps."""
+        """Evaluations of one split, ordered by step."""
         return [record for record in self.evaluations if record.get("split", "") == split]
 
 
@@ -118,7 +118,7 @@ class EvaluationPoint:
 
     @cached_property
     def outcomes(self) -> dict[str, Outcome]:
-        """Scores of each task; empty if the run kept none."""
+        """Scores of each task; empty if the run did not store any."""
         return read_outcomes(self.folder, int(self.record["step"]), self.split)
 
     @property
@@ -128,7 +128,7 @@ class EvaluationPoint:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Read all files of a run folder that exist."""
+    """Read all existing files of a run folder."""
     rows = read_evaluations(folder)
     # `mmrl evaluate` appends to the same file later, possibly at an older step: not a point of the curve
     evaluations = [record for record in rows if record.get("tag") != EVALUATED]

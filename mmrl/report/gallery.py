@@ -24,14 +24,14 @@ if TYPE_CHECKING:
 
 
 VIDEO_BYTES = 2_000_000
-"""Bytes of all embedded videos of a page; those beyond are named only."""
+"""Maximum size of all embedded videos of a page in bytes; further videos are only listed."""
 MOST_VIDEOS = 12
 ROLLOUT_TASKS = 6
 ROLLOUT_STEPS = 6
 ROLLOUT_BYTES = 1_500_000
-"""Bytes of the pictures of all shown rollouts, from which on earlier steps are left out."""
+"""Maximum size of the images of all shown rollouts in bytes; beyond it, earlier steps are omitted."""
 PNG_BYTES = 60_000
-"""Bytes above which a picture of a question is stored as JPEG."""
+"""Size in bytes above which an image of a question is stored as JPEG."""
 SAMPLES_PER_TASK = 8
 COMPARED_TASKS = 12
 TEXT_LIMIT = 4000
@@ -39,14 +39,14 @@ IMAGE_SIDE = 448
 DRAWN_SIDE = 256
 FILM_SIDE = 128
 FILM_FRAMES = 16
-"""Frames of a film in the page."""
+"""Maximum number of frames of a film strip on the page."""
 PIXELATED_BELOW = 128
 PIXELATED_SIDE = 96
 _REPEATED_MARK = re.compile(r"(<\|[^<>|]+\|>)\1+")
 _MARK = re.compile(r"<\|[^<>|]+\|>")
 _USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 _EMPTINESS = re.compile(r"\n[^\S\n]*\n\s*|[^\S\n]{3,}|[^\S\n ]")
-"""Blank lines, three spaces or more, and whitespace that is neither space nor line break."""
+"""Blank lines, three or more spaces, and whitespace other than spaces and line breaks."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 GRID_PROMPTS = 12
 GRID_IMAGES = 4
@@ -56,7 +56,7 @@ FILE_IMAGE_INCHES = 0.75
 
 
 def videos_of(folder: Path) -> list[dict[str, Any]]:
-    """The videos of a run's first and last evaluation that kept some."""
+    """The videos of a run's first and last evaluation with stored videos."""
     kept = _first_and_last(folder.glob("videos/*.mp4"))
     shown, left = [], VIDEO_BYTES
     for path in kept[:MOST_VIDEOS]:
@@ -68,7 +68,7 @@ def videos_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def clouds_of(folder: Path, page: Path) -> list[dict[str, str]]:
-    """Links from a page to the point clouds of a run's first and last evaluation that kept some."""
+    """Links from a page to the point clouds of a run's first and last evaluation with stored clouds."""
     kept = _first_and_last(folder.glob("clouds/*.html"))
     start = page.parent.resolve()
     return [
@@ -95,7 +95,7 @@ def _embedded(path: Path) -> str:
 
 
 def sample_gallery(run_dir: Path) -> list[dict[str, Any]]:
-    """Rollouts of a few training steps in rising order, the last that kept some among them, task by task.
+    """Rollouts of a few training steps in ascending order, including the last step with stored ones, task by task.
 
     Earlier steps are shown as long as all pictures together stay small.
     """
@@ -112,7 +112,7 @@ def sample_gallery(run_dir: Path) -> list[dict[str, Any]]:
         if shown and size > ROLLOUT_BYTES:
             break
         rewards = any(record.reward is not None for group in groups.values() for record in group)
-        note = f"The first {len(tasks)} of the {len(groups)} tasks kept from step {step}, not selected."
+        note = f"The first {len(tasks)} of the {len(groups)} tasks stored at step {step}, without selection."
         shown.append({"step": step, "note": note, "rewards": rewards, "tasks": tasks})
     return shown[::-1]
 
@@ -125,7 +125,7 @@ def _picture_bytes(task: dict[str, Any]) -> int:
 
 
 def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
-    """Answers to the same held-out questions at the start of each run and at the end of the last."""
+    """Responses to the same held-out questions at the start of each run and at the end of the last run."""
     columns = [
         (label, {task: group for task, group in groups.items() if not group[0].outputs})
         for label, groups in evaluation_columns(runs)
@@ -141,7 +141,7 @@ def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
         {**_task_view(last[task][0]), "sides": [_side(groups.get(task)) for _, groups in kept]}
         for task in shared[:COMPARED_TASKS]
     ]
-    note = f"The first {len(tasks)} of the {len(shared)} questions kept from both evaluations, not selected."
+    note = f"The first {len(tasks)} of the {len(shared)} questions stored in both evaluations, without selection."
     return {"note": note, "columns": [label for label, _ in kept], "tasks": tasks}
 
 
@@ -169,7 +169,7 @@ def evaluation_columns(
 
 
 def question(prompt: str) -> str:
-    """The last user turn of a chat prompt without its marks, or the whole prompt if there is none."""
+    """The last user turn of a chat prompt without special tokens, or the whole prompt if there is none."""
     turns = _USER_TURN.findall(prompt)
     return readable(_MARK.sub("", turns[-1]).strip() if turns else prompt)
 
@@ -195,14 +195,14 @@ def readable(text: str) -> str:
 
 
 def show_number(value: float | None, signed: bool = False) -> str:
-    """Four digits, or three decimals with a sign; a dash for missing and non-finite values."""
+    """Four significant digits, or three decimals with a sign; a dash for missing and non-finite values."""
     if value is None or not math.isfinite(value):
         return "–"
     return f"{value:+.3f}" if signed else f"{value:.4g}"
 
 
 def shown_image(image: Image) -> dict[str, Any]:
-    """An image or film that a model drew, as a data URI, with its size in the page and whether it is `pixelated`.
+    """A generated image or film as a data URI, with its size on the page and whether it is `pixelated`.
 
     Small images are stored as they are and scaled up with sharp pixels, large ones are reduced. A film comes with its
     middle frame as `still`, for readers who have asked for less motion.
@@ -311,7 +311,7 @@ def _film_uri(frames: Sequence[Image], lossless: bool) -> str:
 
 
 def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
-    """A row a prompt, a column an evaluation, in each cell the images of the same seeds."""
+    """One row per prompt, one column per evaluation; each cell has the images of the same seeds."""
     columns = [(label, _drawn(groups)) for label, groups in evaluation_columns(runs, GRID_DURING)]
     last = columns[-1][1] if columns else {}
     columns = [(label, drawn) for label, drawn in columns if set(drawn) & set(last)]
@@ -325,12 +325,12 @@ def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
         }
         for task in list(last)[:GRID_PROMPTS]
     ]
-    note = f"The first {len(rows)} of the {len(last)} prompts kept from the evaluations, not selected"
+    note = f"The first {len(rows)} of the {len(last)} prompts stored in the evaluations, without selection"
     if any(group.correct is not None for group in last.values()):  # images of what was done, not drawn by the model
         title, note = "The same held-out tasks in images", f"{note}."
     else:
         title = "Images of the same prompts and seeds"
-        note += "; a run draws them from the same seeds every time. The reward is the mean of the images shown."
+        note += "; a run uses the same seeds every time. The reward is the mean over the images shown."
     return {"title": title, "note": note, "columns": [label for label, _ in columns], "rows": rows}
 
 
@@ -360,7 +360,7 @@ def save_image_grid(runs: Sequence[tuple[str, Path]], path: Path) -> Path | None
 
 def _title(label: str, records: Sequence[SampleRecord]) -> str:
     rewards = [record.reward for record in records if record.reward is not None]
-    return f"{label}\nmean reward shown {show_number(sum(rewards) / len(rewards))}" if rewards else label
+    return f"{label}\nmean reward of shown images {show_number(sum(rewards) / len(rewards))}" if rewards else label
 
 
 def _show(row: Sequence[Axes], record: SampleRecord | None) -> None:

@@ -35,11 +35,11 @@ from mmrl.runs.records import WARNINGS_FILE, iterate_jsonl, read_warnings
 
 Cell = Mapping[str, str]
 GENERIC = ("vlm", "masked", "agent", "robot_grpo", "preference")
-"""Recipes that run many objectives, whose names say more."""
+"""Recipes that run many objectives; the objective's name is more informative."""
 MOST_WARNINGS = 12
-"""Warnings that the page shows."""
+"""Maximum number of warnings shown on the page."""
 MOST_NAMED = 4
-"""Changes that a sentence names."""
+"""Maximum number of changes listed in a sentence."""
 SOURCES = {
     "model": (("model", "path"), ("model", "build"), ("policy", "path")),
     "data": (
@@ -50,11 +50,11 @@ SOURCES = {
         ("images", "path"),
     ),
 }
-"""Keys of the configuration that name the model and the data; the first one that is set is shown."""
+"""Configuration keys of the model and the data; the first one that is set is shown."""
 
 
 def outcome(runs: Sequence[RunFolder]) -> list[str]:
-    """Sentences on how training changed each held-out split, and on what became worse."""
+    """Sentences on how training changed each held-out split and what became worse."""
     run = runs[-1]
     measure, tables = headline_name(run), headline(runs)
     ends = [
@@ -108,11 +108,11 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     rows.append(("machine", ", ".join(filter(None, machine))))
     rows.append(("versions", ", ".join(f"{name} {version}" for name, version in result.get("versions", {}).items())))
     if answers := sum(1 for _ in iterate_jsonl(run.folder / ANSWERS)):
-        rows.append(("answers", f"{answers:,} with their prompts and scores in {ANSWERS}, of mmrl evaluate"))
+        rows.append(("answers", f"{answers:,} with prompts and scores in {ANSWERS}, written by mmrl evaluate"))
     if settings and run.metrics:
         folder = as_override("output_dir", escaped(f"{run.folder}-again"))
         again = shlex.join(["mmrl", "train", str(run.folder / "config.yaml"), folder])
-        rows.append(("to repeat", again))
+        rows.append(("command to repeat", again))
     return [(name, text) for name, text in rows if text]
 
 
@@ -159,15 +159,15 @@ def _unmeasured(run: RunFolder) -> str:
         return ""
     last, measured_at = run.metrics[-1]["step"], run.evaluations[-1]["step"] if run.evaluations else None
     if measured_at is None:
-        return f"No evaluation on held-out tasks followed the {last:,} steps of training."
+        return f"There was no evaluation on held-out tasks after the {last:,} training steps."
     if measured_at < last:
         since = f"the one at step {measured_at:,}" if measured_at else "the one before training"
-        return f"No evaluation followed {since}; training went on to step {last:,}."
+        return f"There was no evaluation after {since}; training continued to step {last:,}."
     return ""
 
 
 def method(run: RunFolder) -> str:
-    """The recipe's name, or its objective's where the recipe is a general one; empty if neither is known."""
+    """The recipe's name, or the objective's name for general recipes; empty if neither is known."""
     recipe, objective = run.recipe, run.objective
     name = objective if objective and (recipe in GENERIC or not recipe) else recipe
     if not name:
@@ -269,7 +269,7 @@ def _sections(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("accuracy", f"Held-out {content['headline_name']}", "headline"),
         ("parts", f"Held-out {content['headline_name']} by data column", "parts"),
         ("scores", "Held-out scores", "scores"),
-        ("numbers", "Numbers of the run", "numbers"),
+        ("numbers", "Run summary", "numbers"),
         ("curves", "Curves", "charts"),
         ("videos", "Episodes", "videos"),
         ("clouds", "Point clouds", "clouds"),
@@ -292,16 +292,16 @@ def _subtitle(run: RunFolder) -> str:
 def _notices(run: RunFolder) -> list[str]:
     warnings = [f"Warning: {message.rstrip('.')}." for message in read_warnings(run.folder)]
     if len(warnings) > MOST_WARNINGS:
-        more = f"{len(warnings) - MOST_WARNINGS} further warnings are in {WARNINGS_FILE}."
+        more = f"{len(warnings) - MOST_WARNINGS} more warnings are in {WARNINGS_FILE}."
         warnings = [*warnings[:MOST_WARNINGS], more]
     if run.only_evaluated:
-        only = "Nothing was trained here: these are evaluations of the model that the configuration names."
+        only = "Nothing was trained in this run: these are evaluations of the model given in the configuration."
         return [only, *warnings]
     notices = []
     if not run.result:
-        notices.append("There is no result.json: the run has not finished, the numbers are those so far.")
+        notices.append("There is no result.json: the run has not finished, and the numbers are preliminary.")
     if not run.metrics:
-        notices.append("There is no step in metrics.jsonl yet.")
+        notices.append("metrics.jsonl does not contain any steps yet.")
     notices += warnings
     failures = run.folder / "failures"
     saved = len(list(failures.glob("*.pt"))) if failures.is_dir() else 0
@@ -329,9 +329,7 @@ def _hacking_notice(run: RunFolder, split: str) -> str | None:
     losses = [f"the held-out reward {_move(first, last, name)}" for name in fallen]
     losses += [f"diversity fell by {100 * (1 - spread / before):.0f}%"] if narrow else []
     gains = " and ".join(_move(first, last, name) for name in risen)
-    return (
-        f"Possible reward hacking on {split}: the optimised {gains}, while {' and '.join(losses)}. Look at the images."
-    )
+    return f"Possible reward hacking on {split}: the optimised {gains}, while {' and '.join(losses)}. Check the images."
 
 
 def _move(first: Mapping[str, Any], last: Mapping[str, Any], name: str) -> str:

@@ -33,17 +33,17 @@ NAMES = {
     "update/zero_advantage_groups": "groups without an advantage",
     "reward/std": "standard deviation",
     "reward/std_within_groups": "standard deviation within groups",
-    "response/length_max": "longest",
+    "response/length_max": "maximum",
     "response/length_mean": "mean",
     "response/finished_fraction": "finished",
     "optim/lr": "learning rate",
     "optim/grad_norm": "gradient norm",
     "memory/peak_mb": "peak memory",
-    "memory/worker_mb": "largest environment",
+    "memory/worker_mb": "largest environment process",
     "tokens/per_second": "decisions",
     "loss/nll": "negative log-likelihood",
 }
-"""Metric to its name in a legend, where its own last part says too little."""
+"""Metric to its name in a legend, if the last part of its own name is not informative."""
 FAMILIES = {
     "sim": "simulators",
     "optim": "optimiser",
@@ -57,14 +57,14 @@ ABBREVIATIONS = {"kl": "KL", "lr": "learning rate", "std": "standard deviation",
 UNITS = {
     "nats": r".*\bnats\b",
     "decisions": r".*\b(length|in decisions|decisions in a response)\b",
-    "decisions a second": r".*over its seconds",
+    "decisions per second": r".*over its seconds",
     "steps": r"Mean control steps",
 }
-"""Unit to how the definitions of such metrics read."""
+"""Unit to a pattern for the definitions of such metrics."""
 
 
 def readable_name(metric: str, among: Sequence[str] = ()) -> str:
-    """A metric's name in words, without its family where the others on the chart share that."""
+    """A metric's name in words, without its family if all metrics on the chart share it."""
     if metric in NAMES:
         return NAMES[metric]
     family, _, rest = metric.partition("/")
@@ -75,24 +75,24 @@ def readable_name(metric: str, among: Sequence[str] = ()) -> str:
 
 
 def unit_of(sentence: str) -> str:
-    """Unit that a metric's definition names; empty without one."""
+    """Unit stated in a metric's definition; empty if there is none."""
     return next((unit for unit, pattern in UNITS.items() if re.match(pattern, sentence)), "")
 
 
 Row = tuple[str, str, str]
-DECISIONS = "choices of the policy that have a log-probability of their own"
+DECISIONS = "choices of the policy, each with its own log-probability"
 ENDS = ("first", "last")
 LOSSES = (
-    ("samples no reward could score", "reward/errors", False, "left out of the update"),
+    ("samples that could not be scored", "reward/errors", False, "excluded from the update"),
     ("rows skipped", "data/skipped", True, "rows that could not be used"),
     (
         "optimiser steps skipped",
         "optim/skipped",
         True,
-        "not finite; batches are in failures/",
+        "loss or gradient not finite; batches saved in failures/",
     ),
-    ("optimiser steps that overflowed", "optim/overflows", True, "in fp16; a smaller loss scale followed"),
-    ("checkpoints that failed", "checkpoint/failed", True, "e.g. the disk was full"),
+    ("optimiser steps that overflowed", "optim/overflows", True, "in fp16; the loss scale was reduced"),
+    ("failed checkpoints", "checkpoint/failed", True, "e.g. because the disk was full"),
 )
 Estimate = tuple[float, float, float]
 Cell = dict[str, str]
@@ -107,7 +107,7 @@ def derived_numbers(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, A
 
 
 def stage_shares(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Share of the run's seconds by stage, the largest first."""
+    """Fraction of the run's time by stage, largest first."""
     seconds = {stage: _total(metrics, f"time/{stage}") for stage in (*STAGES, *STAGES_BETWEEN)}
     between = sum(seconds[stage] for stage in STAGES_BETWEEN)
     # rounding of stages may exceed the steps' own seconds
@@ -130,13 +130,13 @@ def _rewards(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) ->
     first, last = (f"{end} step" if window == 1 else f"mean of the {end} {window} steps" for end in ENDS)
     rows = [
         ("reward at the start", _show(start), first),
-        ("reward at the end", _show(end), f"{last}, {end - start:+.3g} against the start"),
+        ("reward at the end", _show(end), f"{last}, {end - start:+.3g} compared with the start"),
         ("best reward", _show(values[best]), f"step {steps[best]:g}"),
     ]
     flat = _finite(metrics, "reward/zero_variance_groups")[1]
     if flat:
         share = f"{100 * float(np.mean(flat)):.1f}%"
-        rows.append(("groups with equal rewards", share, "mean over steps; their group-relative advantages are 0"))
+        rows.append(("groups with equal rewards", share, "mean over steps; group-relative advantages are 0"))
     return rows
 
 
@@ -147,7 +147,7 @@ def _amounts(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) ->
         optimiser = result.get("optimiser_steps")
         remark = "" if optimiser is None else f"{optimiser:,} optimiser steps"
         if waited := result.get("optimiser_steps_without_gradient"):
-            remark += f", {waited:,} more left out, where no group had a gradient"
+            remark += f", {waited:,} more skipped because no group had a gradient"
         rows.append(("steps", f"{steps:,}", remark))
     for key, shown, remark in (("samples", "samples", ""), ("tokens", "decisions", DECISIONS)):
         values = _finite(metrics, f"{key}/total")[1]
@@ -156,7 +156,7 @@ def _amounts(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) ->
             rows.append((shown, f"{amount:,.0f}", remark))
     epochs = _finite(metrics, "data/epoch")[1]
     if epochs:
-        rows.append(("passes over the tasks", _show(epochs[-1]), ""))
+        rows.append(("epochs", _show(epochs[-1]), ""))
     return rows
 
 
@@ -164,10 +164,10 @@ def _speed(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> l
     seconds = _total(metrics, "time/step")
     if seconds <= 0:
         return []
-    rows = [("time of all steps", duration(seconds), f"{seconds / len(metrics):.3g} s a step")]
+    rows = [("time in steps", duration(seconds), f"{seconds / len(metrics):.3g} s per step")]
     tokens = _finite(metrics, "tokens/total")[1]
     if tokens:
-        rows.append(("decisions per second", f"{tokens[-1] / seconds:,.0f}", "without evaluation and checkpoints"))
+        rows.append(("decisions per second", f"{tokens[-1] / seconds:,.0f}", "excluding evaluation and checkpoints"))
     shares = [f"{stage} {100 * share:.1f}%" for stage, share in stage_shares(metrics).items()]
     if shares:
         rows.append(("time by stage", shares[0], ", ".join(shares[1:])))
@@ -208,7 +208,7 @@ def _show(value: float) -> str:
 
 
 def headline(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Accuracy or success of each split at both ends of each run."""
+    """Accuracy or success rate of each split at the start and end of each run."""
     tables = []
     for split in runs[-1].splits:
         points = evaluation_points(runs, split)
@@ -231,7 +231,7 @@ def headline_name(run: RunFolder) -> str:
 
 
 def part_tables(runs: Sequence[RunFolder], metric: str = "") -> list[dict[str, Any]]:
-    """A metric, by default the headline's first, over all tasks and by the values of each data column; other scores.
+    """A metric (default: the first of the headline) over all tasks and by data column, followed by other scores.
 
     A split whose tasks neither differ in a column nor have other scores has no table.
     """
@@ -261,7 +261,7 @@ def part_lines(folders: Sequence[Path], metric: str = "") -> list[str]:
 
 
 def evaluation_lines(metrics: Mapping[str, float]) -> list[str]:
-    """Table of what `mmrl evaluate` found, from numbers by split/name: a row for each split and group of tasks."""
+    """Table of the results of `mmrl evaluate`, from numbers by split/name: a row for each split and group of tasks."""
     by_split: dict[str, dict[str, float]] = {}
     for key, value in metrics.items():
         split, _, name = key.partition("/")
@@ -306,7 +306,7 @@ def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 
 def score_tables(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
-    """Optimised scores, held-out rewards, diversity and distance, at both ends of each run."""
+    """Optimised scores, held-out rewards, diversity and distance at the start and end of each run."""
     tables = []
     for split in runs[-1].splits:
         points = evaluation_points(runs, split)
@@ -462,7 +462,7 @@ UNJUDGED = ("diversity/", "distance/")
 SCORE_GROUPS = (
     ("optimised", ("score/",)),
     ("not optimised, held out", ("heldout/",)),
-    ("what else moved", UNJUDGED),
+    ("other changes", UNJUDGED),
 )
 DIVERSITY_LOSS = 0.3
-"""Share of the diversity that may go before the report points at it."""
+"""Fraction of the diversity that may be lost before the report mentions it."""

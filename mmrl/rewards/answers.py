@@ -1,4 +1,4 @@
-"""The answer that a completion gives (an answer block, a box, or nothing), and the rewards that read it as text.
+"""Extract the answer of a completion (an answer block, a box, or nothing), and rewards that compare it as text.
 
 Every reader is linear in the length of the text and none looks at the right answer, so a completion cannot earn
 anything by offering several answers at once. The rewards are for the shape of a response (think first, then answer),
@@ -21,10 +21,10 @@ from numbers import Number
 from typing import Any, TypeAlias
 
 Chat: TypeAlias = "str | Sequence[Mapping[str, Any]]"
-"""Text, or chat turns with role and content as TRL gives them."""
+"""Text, or chat turns with role and content as passed by TRL."""
 
 MAX_ANSWER_CHARS = 1000
-"""A longer text is no answer; the bound also keeps every parser quick."""
+"""Maximum length of an answer in characters; the bound also keeps every parser fast."""
 
 TAG = re.compile(r"<\s{0,4}(/?)\s{0,4}(think|answer)\s{0,4}>")
 BOX = "\\boxed{"
@@ -38,7 +38,7 @@ THOUGHTS = (
     ("<|begin_of_thought|>", "<|end_of_thought|>"),
     ("<|channel>thought\n", "<channel|>"),
 )
-"""Marks of thoughts besides <think>: those of Magistral, Seed-OSS, Sky-T1 and Gemma 4."""
+"""Reasoning markers other than <think>, used by Magistral, Seed-OSS, Sky-T1 and Gemma 4."""
 MESSAGE = re.compile(
     r"(?:<\|(?:end|eom)\|>\s{0,4})?(?:<\|start\|>assistant)?(?:<\|channel\|>| to=)"
     r"(analysis|final|commentary|self|user)\b(?: [^<>|]{0,80})?(?:<\|constrain\|>\w{1,20})?<\|message\|>"
@@ -73,7 +73,7 @@ def with_think_tags(text: str) -> str:
 
 
 def completion_text(completion: Chat) -> str:
-    """Return the text of a completion given as a string or as chat turns; of an agent's turns, its last answer.
+    """Return the text of a completion given as a string or as chat turns; for agents, the last response.
 
     Reasoning is in <think> blocks, regardless of the markers of the model.
     """
@@ -85,11 +85,11 @@ def completion_text(completion: Chat) -> str:
         if {"user", "tool"} & set(roles) and "assistant" in roles:
             return with_think_tags(_turn_text(completion[len(roles) - 1 - roles[::-1].index("assistant")]))
         return with_think_tags(chat_text(completion))
-    raise TypeError(f"a completion is a string or a list of chat turns, not {type(completion).__name__}")
+    raise TypeError(f"a completion must be a string or a list of chat turns, not {type(completion).__name__}")
 
 
 def chat_text(turns: Sequence[Any]) -> str:
-    """Return the texts of chat turns as one."""
+    """Return the texts of chat turns joined together."""
     return "".join(_turn_text(turn) for turn in turns)
 
 
@@ -99,7 +99,7 @@ def _turn_text(turn: Any) -> str:
         return content
     if isinstance(content, Sequence):
         return "".join(str(item.get("text", "")) for item in content if isinstance(item, Mapping))
-    raise TypeError(f"a chat turn has a role and a content, found {type(turn).__name__}")
+    raise TypeError(f"a chat turn must have a role and a content, found {type(turn).__name__}")
 
 
 def without_prompt(text: str, prompt: Chat) -> str:
@@ -131,7 +131,7 @@ def final_part(text: str) -> str | None:
 
 
 def answer_blocks(text: str) -> list[str] | None:
-    """Return the contents of all answer blocks, or None when the tags are nested or unbalanced."""
+    """Return the contents of all answer blocks, or None if the tags are nested or unbalanced."""
     blocks: list[str] = []
     start: int | None = None
     for tag in TAG.finditer(text):
@@ -206,7 +206,7 @@ def read_answer(completion: Chat, prompt: Chat, *, require_block: bool = True, s
 
 
 def has_answer_marks(text: str) -> bool:
-    """Whether a text tries to mark its answer, well or badly."""
+    """Whether a text tries to mark its answer, correctly or not."""
     return BOX in text or any(tag[2] == "answer" for tag in TAG.finditer(text))
 
 
@@ -218,10 +218,10 @@ def _open_boxes(text: str) -> str:
 
 
 def gold_text(gold: Any) -> str:
-    """Return the right answer of a data set row as text, without the tags or the box around it."""
+    """Return the reference answer of a dataset row as text, without tags or a box around it."""
     # bool is a number in Python, and no answer of a data set
     if isinstance(gold, bool) or not isinstance(gold, str | Number | date):
-        raise ValueError(f"the right answer is {gold!r:.200}; expected a text or a number")
+        raise ValueError(f"the reference answer is {gold!r:.200}; expected a text or a number")
     if isinstance(gold, float | Decimal) and math.isfinite(gold) and gold == int(gold):
         gold = int(gold)  # tables store 5 as 5.0
     text = str(gold)
@@ -230,12 +230,12 @@ def gold_text(gold: Any) -> str:
         text = text.rpartition("####")[2]
     text = final_answer(text) or text
     if not text.strip():
-        raise ValueError("the right answer is empty")
+        raise ValueError("the reference answer is empty")
     return text.strip()
 
 
 def normalise(text: str) -> str:
-    """Fold case, width, spaces, quotes and closing punctuation, so that equal answers become equal strings."""
+    """Normalise case, width, spaces, quotes and closing punctuation, so that equal answers become equal strings."""
     # NFKC folds full-width and other forms of the same letter
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(folded.split()).strip(" \"'`*.,;:!?“”‘’")
@@ -377,7 +377,7 @@ def exact_reward(
         # also as text: a number and its text are the same answer
         right = {normalise(form) for one in golds for form in (gold_text(one), gold_text(str(one)))}
         if not right or "" in right:
-            raise ValueError(f"the right answer {gold!r} is empty")
+            raise ValueError(f"the reference answer {gold!r} is empty")
         found = read_answer(completion, prompt, require_block=require_block)
         rewards.append(float(found is not None and normalise(found) in right))
     return rewards
@@ -392,7 +392,7 @@ def overlong_penalty(
     buffer_tokens: int,
     **_: Any,
 ) -> list[float]:
-    """Take up to 1 from responses that come close to the length limit.
+    """Penalise responses close to the length limit by up to 1.
 
     0 up to max_tokens - buffer_tokens, falling linearly to -1 at max_tokens.
 
@@ -440,12 +440,14 @@ def number_reward(
     or an expression that would have to be computed, get 0.
     """
     if percent not in PERCENT or absolute < 0 or relative < 0:
-        raise ValueError(f"number: percent is one of {', '.join(PERCENT)}, tolerances are not negative")
+        raise ValueError(f"number: percent must be one of {', '.join(PERCENT)}, and tolerances must not be negative")
     rewards = []
     for prompt, completion, gold in zip(prompts, completions, answer, strict=True):
         wanted = read_number(gold_text(gold), percent)
         if wanted is None:
-            raise ValueError(f"the right answer {str(gold)[:60]!r} is not one number; try the reward math or exact")
+            raise ValueError(
+                f"the reference answer {str(gold)[:60]!r} is not a single number; try the reward math or exact"
+            )
         text = read_answer(completion, prompt, require_block=require_block)
         value = None if text is None else read_number(text, percent)
         allowed = max(Fraction(absolute), Fraction(relative) * abs(wanted))
@@ -454,7 +456,7 @@ def number_reward(
 
 
 def read_number(text: str, percent: str = "strip") -> Fraction | None:
-    """Read the one number of a text exactly."""
+    """Parse the single number in a text exactly."""
     text = unicodedata.normalize("NFKC", UNIT_POWER.sub(r"\1", text)).replace("−", "-").replace("⁄", "/")
     matches = list(TOKEN.finditer(text))
     values = {_value(match, percent) for match in matches}
@@ -523,7 +525,7 @@ def choice_reward(
 
 
 def find_choice(text: str, prompt: Chat, letters: str, require_block: bool) -> str | None:
-    """Return the one letter a response settles on, None without one or with several."""
+    """Return the letter that a response chooses, or None if it chooses none or several."""
     text = without_prompt(text, prompt)
     block = final_answer(text)
     if block is not None:
@@ -570,7 +572,7 @@ def _gold_letter(gold: Any, letters: str) -> str:
     match = GOLD.fullmatch(text)
     if match is None or match[1].upper() not in letters:
         raise ValueError(
-            f"the right answer {text[:60]!r} does not start with one of the letters {letters}; "
-            "use the reward exact or number for other answers, or set options.letters"
+            f"the reference answer {text[:60]!r} does not start with one of the letters {letters}; use the reward "
+            "exact or number for other answers, or set options.letters"
         )
     return match[1].upper()

@@ -1,4 +1,4 @@
-"""Rewards for right answers near a budget of tokens, and for answers that a judge prefers to the others."""
+"""Rewards for correct responses near a token budget, and for responses that a judge prefers to the others."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def winrate_reward(
     images: Sequence[Any] | None = None,
     **columns: Any,
 ) -> list[float]:
-    """Give each response the mean probability that a judge prefers it to the others to the same question.
+    """Mean probability that a judge prefers a response to the other responses to the same question.
 
     `judge` is a function or its `module:function`, called once for all pairs: judge(prompts=..., first=..., second=...,
     images=..., and the columns of the data) returns for each pair the probability, or 0 or 1, that the first response
@@ -73,7 +73,7 @@ CHECKS: dict[str, Callable[..., list[float]]] = {
 def right_answers(
     owner: str, check: str, prompts: Sequence[Chat], completions: Sequence[Chat], **options: Any
 ) -> list[float]:
-    """1 for right answers by the reward that `check` names, as a part of the reward `owner`."""
+    """1 for responses that the reward `check` considers correct, as part of the reward `owner`."""
     if check not in CHECKS:
         raise ValueError(f"{owner}: check is {check!r}; expected one of {', '.join(CHECKS)}")
     return CHECKS[check](prompts, completions, **options)
@@ -92,7 +92,7 @@ def budget_reward(
     piecewise: bool = False,
     **options: Any,
 ) -> list[float]:
-    """Give a right answer of n tokens with the budget b the smaller of u(n) - |b - n| / longest and u(b).
+    """Give a correct response of n tokens with budget b the minimum of u(n) - |b - n| / longest and u(b).
 
     u(n) = 4 cos(pi n / half_period). With `piecewise`, as in the paper, answers of up to b tokens get u(b) itself; the
     released code pays a short answer less, the farther it is below its budget. Wrong answers, and those of more than

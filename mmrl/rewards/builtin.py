@@ -1,4 +1,4 @@
-"""The rewards that come with the suite, by name."""
+"""Built-in rewards by name."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class RewardEntry:
     function: str
     """`module:function`, imported when it is used."""
     summary: str
-    """Condition for the reward, in one line."""
+    """When the reward is given, in one line."""
     citation: str
     """Source of the rule."""
     isolate: bool = False
@@ -22,27 +22,27 @@ class RewardEntry:
 REWARDS: dict[str, RewardEntry] = {
     "format": RewardEntry(
         "mmrl.rewards.answers:format_reward",
-        "1 for a think block with a thought in it, followed by an answer block or box, else 0",
+        "1 for a non-empty think block followed by an answer block or box, else 0",
         "EasyR1 examples/reward_function/r1v.py; View-R1 examples/scripts/reward_func.py",
     ),
     "choice": RewardEntry(
         "mmrl.rewards.answers:choice_reward",
-        "1 for settling on the right letter of a multiple-choice question, 0 for naming several",
+        "1 for choosing the correct letter of a multiple-choice question, 0 for choosing several",
         "View-R1, arXiv 2506.21655",
     ),
     "number": RewardEntry(
         "mmrl.rewards.answers:number_reward",
-        "1 for one number in the answer, right within a tolerance",
+        "1 for a single number in the answer that is correct within a tolerance",
         "relaxed numeric accuracy as in ChartQA, arXiv 2203.10244",
     ),
     "exact": RewardEntry(
         "mmrl.rewards.answers:exact_reward",
-        "1 for an answer equal to the right one apart from case, spaces and closing punctuation",
+        "1 for an answer equal to the reference, ignoring case, spaces and closing punctuation",
         "normalised exact match as in SQuAD, arXiv 1606.05250",
     ),
     "math": RewardEntry(
         "mmrl.rewards.maths:maths_reward",
-        "1 for an answer mathematically equal to the right one, compared by math-verify in worker processes",
+        "1 for an answer mathematically equal to the reference, compared by math-verify in worker processes",
         "huggingface/Math-Verify; PAPO, arXiv 2507.06448",
         isolate=True,
     ),
@@ -53,29 +53,29 @@ REWARDS: dict[str, RewardEntry] = {
     ),
     "budget": RewardEntry(
         "mmrl.rewards.budget:budget_reward",
-        "for a right answer, more the fewer tokens it has and the nearer they are to the column `budget`; else 0",
+        "for a correct response, higher for fewer tokens and for lengths closer to the column `budget`; else 0",
         "HBPO, arXiv 2507.15844",
     ),
     "winrate": RewardEntry(
         "mmrl.rewards.budget:winrate_reward",
-        "mean probability that `judge`, a function of yours, prefers the response to the others to its question",
+        "mean probability that your function `judge` prefers the response to the others for the same question",
         "Swamy et al., SPO, arXiv 2401.04056",
     ),
     "flawless": RewardEntry(
         "mmrl.vlm.critic.flaws:flawless_reward",
-        "1 for a right answer, 0 where a judge at `url` finds a wrong step in it, -1 for a wrong answer",
+        "1 for a correct answer, 0 if a judge at `url` finds a wrong step in the response, -1 for an incorrect answer",
         "FAPO, arXiv 2510.22543",
         isolate=True,
     ),
     "rubric": RewardEntry(
         "mmrl.vlm.critic.flaws:rubric_reward",
-        "score from 0 to 1 by a judge at `url` that reads the column `rubric`, which `recipe: meta_reward` fills",
+        "score from 0 to 1 from a judge at `url` that uses the column `rubric`, which `recipe: meta_reward` fills",
         "Meta Policy Optimization, arXiv 2504.20157",
         isolate=True,
     ),
     "point": RewardEntry(
         "mmrl.gui.grounding.rewards:point_reward",
-        "format plus accuracy of points on a screen: adaptive exploration, any or first; -1 for a wrong format",
+        "format plus accuracy of points on a screen: adaptive exploration, any or first; -1 for an invalid format",
         "AEPO (InfiGUI-G1), arXiv 2508.05731",
     ),
 }

@@ -20,23 +20,23 @@ MAX_MESSAGE_CHARS = 400
 MAX_TRACE_CHARS = 4000
 ROWS = ("prompts", "completions")
 EASYR1 = {"reward_inputs": True, "reward_input": False, "batch": True, "sequential": False}
-"""First arguments of EasyR1's functions and values of their module's `REWARD_TYPE`, and whether they take all rows.
+"""First arguments of EasyR1's functions, values of their module's `REWARD_TYPE`, and whether they take all rows.
 
 Source: hiyouga/EasyR1 verl/workers/reward/function.py."""
 POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 OURS = (__file__, asyncio.__path__[0], inspect.getfile(ThreadPoolExecutor))
-"""Files whose frames are left out of a traceback."""
+"""Files whose frames are removed from a traceback."""
 
 
 @dataclass(frozen=True)
 class RewardFailure:
-    """Reason why a reward function gave no usable value."""
+    """Reason why a reward function returned no usable value."""
 
     kind: str
     """Row of `FAILURE_KINDS`."""
     message: str
     trace: str = ""
-    """The traceback of the user's own code, where that raised."""
+    """The traceback of the user's own code, if that raised."""
 
 
 RewardOutcome: TypeAlias = "float | RewardFailure | None"
@@ -45,19 +45,19 @@ RewardOutcome: TypeAlias = "float | RewardFailure | None"
 
 @dataclass
 class Batch:
-    """Arguments of a reward function, one entry a row in every list."""
+    """Arguments of a reward function, with one entry per row in every list."""
 
     prompts: list[Any]
     completions: list[Any]
     columns: dict[str, list[Any]]
     state: TrainerState | None = None
-    """Given as `trainer_state`; None if the function does not take it."""
+    """Passed as `trainer_state`; None if the function does not take it."""
 
     def __len__(self) -> int:
         return len(self.completions)
 
     def select(self, rows: Sequence[int]) -> Batch:
-        """Return the given rows."""
+        """Return a batch with the given rows."""
         columns = {name: [values[row] for row in rows] for name, values in self.columns.items()}
         # the state is the run's, not a row's
         return Batch([self.prompts[row] for row in rows], [self.completions[row] for row in rows], columns, self.state)
@@ -70,11 +70,11 @@ class Signature:
     required: tuple[str, ...]
     optional: tuple[str, ...]
     takes_all: bool
-    """Whether it has **kwargs, so that it gets every column."""
+    """Whether it has **kwargs and therefore gets every column."""
     refused: tuple[str, ...] = ()
-    """Arguments of every call, prompts or completions, that it does not take."""
+    """Arguments passed in every call (prompts or completions) that it does not take."""
     unfilled: tuple[str, ...] = ()
-    """Arguments without a default that only the term's options can fill."""
+    """Arguments without a default that must be set in the term's options."""
 
 
 def signature_of(function: Callable[..., Any]) -> Signature:
@@ -122,7 +122,7 @@ def _takes_all_rows(function: Callable[..., Any]) -> bool | None:
 
 
 def call(function: Callable[..., Any], batch: Batch, options: Mapping[str, Any]) -> list[RewardOutcome] | RewardFailure:
-    """Call f(prompts, completions, **columns) as TRL does; one outcome a row, or one failure for the whole call."""
+    """Call f(prompts, completions, **columns) like TRL; one outcome per row, or one failure for the whole call."""
     # the options of the user win over the state
     shared = dict(options) if batch.state is None else {"trainer_state": batch.state, **options}
     try:
@@ -219,8 +219,8 @@ def _shown(value: Any) -> str:
 
 
 def _expected(rows: int) -> str:
-    whole = "; what the whole batch earns is given to each row: [value] * len(completions)" if rows > 1 else ""
-    return f"expected a list of {rows} numbers, one a row{whole}"
+    whole = "; for a reward of the whole batch, repeat it for each row: [value] * len(completions)" if rows > 1 else ""
+    return f"expected a list of {rows} numbers, one per row{whole}"
 
 
 def _check_value(value: Any) -> RewardOutcome:
@@ -244,9 +244,9 @@ FAILURE_KINDS: dict[str, str] = {
     "raised": "The function raised an exception.",
     "timeout": "The function took longer than timeout_s and was stopped.",
     "crashed": "The worker process ended while the function ran.",
-    "memory": "The worker process held more memory than memory_mb and was stopped.",
+    "memory": "The worker process used more memory than memory_mb and was stopped.",
     "limit": "The strict worker process had more threads or files than allowed and was stopped.",
     "nan": "The function returned NaN or infinity.",
-    "not_a_number": "The function returned something that is no number.",
-    "wrong_length": "The function returned no list, or not one value a row.",
+    "not_a_number": "The function returned something that is not a number.",
+    "wrong_length": "The function did not return a list with one value per row.",
 }

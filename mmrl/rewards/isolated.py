@@ -1,4 +1,4 @@
-"""Reward functions in worker processes, whose failures cost only their own rows."""
+"""Reward functions in worker processes, so that failures only affect their own rows."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ LOAD_SECONDS = 120.0
 MESSAGE_CHARS, TRACE_CHARS = 500, 4000
 STRICT_MEMORY_MB, STRICT_CPU_SECONDS = 4096.0, 600.0
 REPLY_BYTES = 64 << 20
-"""Largest answer of a worker, numbers and reasons."""
+"""Maximum size of a worker's reply (numbers and reasons) in bytes."""
 
 
 def default_workers() -> int:
-    """Return how many workers are started at most: half of the usable cores, 1 to 8."""
+    """Return the maximum number of workers: half of the usable cores, 1 to 8."""
     # half: the other half is the training process's own
     return min(8, max(1, usable_cores() // 2))
 
 
 class RewardWorkers:
-    """Calls reward functions in worker processes, which are started when first needed and reused between calls."""
+    """Calls reward functions in worker processes, which are started on first use and reused between calls."""
 
     def __init__(self, size: int | None = None, memory_mb: float | None = None, strict: str = "") -> None:
         spec = WorkerSpec(
@@ -63,7 +63,7 @@ class RewardWorkers:
         try:
             return _signature(answer.fields)
         except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"{what}: {function}: the worker's reply is broken: {error!r}") from None
+            raise UserError(f"{what}: {function}: invalid reply from the worker: {error!r}") from None
 
     def call_together(
         self, function: str, options: Mapping[str, Any], batch: Batch, limit_s: float
@@ -122,11 +122,11 @@ def _outcomes(answer: Answer, function: str, rows: int) -> list[RewardOutcome] |
             return _reported(answer.fields["failure"])
         found = [_reported(each) if isinstance(each, dict) else each for each in answer.fields["outcomes"]]
     except (KeyError, TypeError, ValueError) as error:
-        return RewardFailure("crashed", f"the worker's reply is broken: {error!r}"[:MESSAGE_CHARS])
+        return RewardFailure("crashed", f"invalid reply from the worker: {error!r}"[:MESSAGE_CHARS])
     # bool is an int, and NaN would silently unscore the row
     sound = all(each is None or isinstance(each, RewardFailure) or _is_finite(each) for each in found)
     if len(found) != rows or not sound:
-        return RewardFailure("crashed", f"the worker's reply is broken: {answer.fields!r:.200}")
+        return RewardFailure("crashed", f"invalid reply from the worker: {answer.fields!r:.200}")
     return found
 
 
@@ -138,7 +138,7 @@ def _reported(fields: Mapping[str, Any]) -> RewardFailure:
     """A failure that a worker reports; raises an error if the message is not one."""
     kind, message = fields["kind"], fields["message"]
     if not isinstance(kind, str) or kind not in FAILURE_KINDS or not isinstance(message, str):
-        raise ValueError(f"{kind!r:.80} is no kind of failure")
+        raise ValueError(f"{kind!r:.80} is not a kind of failure")
     # printable only: a traceback goes to a terminal
     trace = "".join(x for x in str(fields.get("trace", ""))[:TRACE_CHARS] if x.isprintable() or x == "\n")
     return RewardFailure(kind, message[:MESSAGE_CHARS], trace)
@@ -177,12 +177,12 @@ def _memory_bytes(memory_mb: float | None) -> int | None:
 def _failure(failure: WorkerFailure, function: str = "") -> RewardFailure:
     """Translate a worker's failure into a reward's failure."""
     if failure.stage == "total":
-        return RewardFailure("timeout", "given up: the rows together took longer than batch_timeout_s")
+        return RewardFailure("timeout", "not finished: all rows together took longer than batch_timeout_s")
     if failure.stage == "send":
         return RewardFailure("raised", f"the row cannot be sent to a worker: {failure.reason}")
     if failure.for_user:  # it could be loaded before, so the machine is to blame
         return RewardFailure("crashed", failure.reason)
-    kind, message = "crashed", f"the worker's reply is broken: {failure.reason}"
+    kind, message = "crashed", f"invalid reply from the worker: {failure.reason}"
     if failure.kind == "hung":
         kind, message = "timeout", f"no result after {failure.limit_s:g} s; the worker was stopped"
     elif failure.kind == "raised":

@@ -58,7 +58,7 @@ def _parse_gold(text: str) -> tuple[Any, ...]:
     parsed = _parse(text)
     if not parsed:
         raise ValueError(
-            f"the right answer {text[:60]!r} cannot be parsed as mathematics; use exact or choice for such rows"
+            f"the reference answer {text[:60]!r} cannot be parsed as mathematics; use exact or choice for such rows"
         )
     return parsed
 

@@ -1,4 +1,4 @@
-"""Configuration of a reward sum's terms, and the scores that the sum returns."""
+"""Configuration of the terms of a reward sum, and the scores that the sum returns."""
 
 from __future__ import annotations
 
@@ -27,50 +27,51 @@ class RewardConfig:
     """The function, if `name` is only a label."""
 
     weight: float = 1.0
-    """Factor of this term in the sum; 0 only logs it."""
+    """Weight of this term in the sum; 0 only logs it."""
 
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of the function, the same for all rows."""
 
     timeout_s: float = rare(bounded(10.0, above=0))
-    """Seconds that one call in a worker process may take, modules that it imports not counted; what takes longer is
-    stopped and counted."""
+    """Time limit in seconds for one call in a worker process, excluding imports. Calls that exceed it are stopped and
+    counted as failures."""
 
     batch_timeout_s: float | None = rare(bounded(None, above=0))
-    """Seconds for all rows of a call of the sum together, after which those without an answer count as hung; empty:
-    timeout_s x (10 + rows / workers), in which every row may hang."""
+    """Time limit in seconds for all rows of one call of the sum; unfinished rows are then counted as hung. Default:
+    timeout_s x (10 + rows / workers), enough for every row to time out."""
 
     memory_mb: float | None = rare(bounded(None, above=0))
-    """MiB that a worker process may hold with what it starts; a row that makes it hold more is stopped and counted.
-    Empty: half of the machine's or container's memory, and with sandbox=strict 4096."""
+    """Memory limit in MiB for a worker process and its child processes; rows that exceed it are stopped and counted as
+    failures. Default: half of the machine's or container's memory, or 4096 with sandbox=strict."""
 
     workers: int | None = rare(bounded(None, at_least=1))
-    """Most worker processes, which terms with the same limits share; empty: half of the cores, 1 to 8."""
+    """Maximum number of worker processes; terms with the same limits share them. Default: half of the cores, 1 to 8."""
 
     isolate: bool | None = rare(None)
-    """Run in worker processes; empty: yes for math and for users' functions, no for the other built-in ones."""
+    """Run in worker processes. Default: true for math and users' functions, false for other built-in rewards."""
 
     sandbox: str = rare(choice("none", SANDBOXES))
-    """none: the function runs with your rights, in a process that may fail; strict: for functions that run code a model
-    wrote: no network, writes only in a temporary folder, bounded memory, CPU time, files and processes, none of your
-    environment variables, no sight of other processes (Linux; refused where a promise cannot be kept)."""
+    """none: the function runs with your permissions, in a separate process so that a crash does not stop the run.
+    strict: for functions that run model-written code. It has no network, writes only to a temporary folder, has limits
+    on memory, CPU time, files and processes, gets none of your environment variables, and cannot see other processes
+    (Linux only; raises an error if any of this cannot be guaranteed)."""
 
     rows: str = rare(choice("auto", ROWS))
-    """auto: users' functions get all rows in one call; if that raises, each row alone, so that those that raise are
-    known, and then all others in one call; independent: each row alone, spread over the workers; together: always all
-    rows, for functions that compare them."""
+    """auto: users' functions get all rows in one call; if that raises, each row is passed separately to find the
+    failing ones, and then all others in one call. independent: each row is passed separately, distributed over the
+    workers. together: always all rows, for functions that compare them."""
 
     chat: bool | None = rare(None)
-    """Give prompts and completions as lists of chat turns (true) or as text (false); empty: as the data set has its
-    questions, as TRL does."""
+    """Pass prompts and completions as lists of chat turns (true) or as text (false). Default: the same format as the
+    dataset's questions, like TRL."""
 
 
 READ_MARKS = ("format", "exact", "choice", "number", "math")
-"""Built-in rewards that look for marks of thoughts and answers."""
+"""Built-in rewards that look for reasoning and answer markers."""
 
 
 def readers_of(rewards: Sequence[RewardConfig], stop: Sequence[str] = ()) -> dict[str, str]:
-    """Source of each term's function, or the marks that a built-in one looks for, and the sampler's stop strings."""
+    """Source of each term's function, or the markers that a built-in reward looks for, and stop strings."""
     marks = " ".join(dict.fromkeys(tag for tags in TAGS.values() for tag in tags))
     functions = {reward.name: reward.function or reward.name for reward in rewards}
     own = {spec: marks if spec in READ_MARKS else function_source(spec) for spec in functions.values()}
@@ -78,11 +79,11 @@ def readers_of(rewards: Sequence[RewardConfig], stop: Sequence[str] = ()) -> dic
 
 
 PLACES = ("path", "device")
-"""Options that say where something is on this machine."""
+"""Options that contain local paths or devices."""
 
 
 def about_rewards(rewards: Sequence[RewardConfig]) -> list[dict[str, Any]]:
-    """Everything that scores depend on except paths and devices, for the protocol of an evaluation."""
+    """Everything that scores depend on, except paths and devices, for the protocol of an evaluation."""
     functions = {reward.name: reward.function or reward.name for reward in rewards}
     return [
         {
@@ -97,7 +98,7 @@ def about_rewards(rewards: Sequence[RewardConfig]) -> list[dict[str, Any]]:
 
 
 def refuse_weights(weights: Mapping[str, float], where: str) -> None:
-    """Refuse weights of terms that are only reported, other than 0 and the default; raises ValueError."""
+    """Raise ValueError if a term that is only reported has a weight other than 0 or the default."""
     for name, weight in weights.items():
         if weight not in (0.0, 1.0):
             raise ValueError(f"{where}: '{name}' has weight {weight:g}, but it is only reported; leave weight out")
@@ -105,14 +106,14 @@ def refuse_weights(weights: Mapping[str, float], where: str) -> None:
 
 @dataclass(frozen=True)
 class TrainerState:
-    """Progress of a run, given to functions that take `trainer_state`; names as in transformers' TrainerState."""
+    """Progress of a run, passed to functions that take `trainer_state`; names as in transformers' TrainerState."""
 
     global_step: int = 0
-    """Steps done."""
+    """Number of completed steps."""
     max_steps: int = 0
-    """Steps of the run; 0 outside a run."""
+    """Number of steps of the run; 0 outside a run."""
     epoch: float = 0.0
-    """Passes over the training data."""
+    """Number of epochs over the training data."""
 
 
 @dataclass
@@ -120,10 +121,10 @@ class RewardResult:
     """Rewards of B rows."""
 
     total: list[float]
-    """Weighted sums; NaN where a term failed or no term applied."""
+    """Weighted sums; NaN if a term failed or no term applied."""
 
     terms: dict[str, list[float]]
-    """Unweighted values by term; NaN where it failed or did not apply."""
+    """Unweighted values by term; NaN if it failed or did not apply."""
 
     errors: dict[str, int] = field(default_factory=dict)
     """Failed rows by "term/kind", kinds as in `mmrl.rewards.calling.FAILURE_KINDS`."""
@@ -132,4 +133,4 @@ class RewardResult:
     """The first message of each entry of `errors`."""
 
     traces: dict[str, str] = field(default_factory=dict)
-    """The traceback that belongs to it, where a function raised."""
+    """The traceback of each example, if a function raised."""

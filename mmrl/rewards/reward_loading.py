@@ -1,4 +1,4 @@
-"""Loading reward functions that users name as `module:function` or `path/to/file.py:function`, and their digests."""
+"""Load reward functions given as `module:function` or `path/to/file.py:function`, and compute their digests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def load_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
 
 
 def call_function(spec: str, options: Mapping[str, Any], *args: Any, what: str) -> Any:
-    """Call a user's function with the options of a configuration; those that it does not take are named."""
+    """Call a user's function with the options of a configuration; the error lists options that it does not take."""
     function = load_function(spec, what=what)
     try:
         inspect.signature(function).bind(*args, **options)
@@ -42,7 +42,7 @@ def source_digest(spec: str) -> str:
 
 
 def function_source(spec: str) -> str:
-    """Source code of a function by name, found without running anything; empty if not found."""
+    """Source code of a function by name, found without executing anything; empty if not found."""
     if spec.startswith(f"{GIVEN}:"):
         return str(given.about_name(spec.partition(":")[2]).get("source", ""))
     file, name = _source_file(spec), spec.rpartition(":")[2]

@@ -19,11 +19,11 @@ class RewardService:
         self._functions: dict[str, Callable[..., Any]] = {}
 
     def hello(self) -> dict[str, Any]:
-        """Send no description."""
+        """Send an empty description."""
         return {}
 
     def answer(self, fields: Mapping[str, Any], arrays: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Load a function, or call one: once with all rows, or with the only row that is given."""
+        """Load or call a function: once with all rows, or with the only row that is given."""
         if fields["kind"] == "load":
             return self._load(fields["function"], fields["what"]), {}
         prompts, completions, columns, options, state = decode(fields["arguments"], arrays)

@@ -1,4 +1,4 @@
-"""The weighted sum of reward functions, in which a failed term is counted and never becomes a zero."""
+"""Weighted sum of reward functions, in which failed terms are counted and never become zero."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ LOGGER = logging.getLogger("mmrl")
 ROW_COLUMNS = ("answer", "completion_lengths", "grounding")
 STATE = "trainer_state"
 IMAGES, REFERENCE = "images", "reference"
-"""Columns of each row's images and of the image that it edits, which are large: only functions that name them get them,
-not those that take **columns. The same goes for other columns of images or bytes in a table."""
+"""Columns of each row's images and of the image that it edits, which are large: only functions with arguments of these
+names get them, not functions that only take **columns. The same applies to other columns of images or bytes in a
+table."""
 SPARE_LIMITS = 10.0
-"""Spare time for all rows together, in multiples of timeout_s, besides one timeout_s for each row of a worker."""
+"""Extra time for all rows together, in multiples of timeout_s, in addition to one timeout_s per row of a worker."""
 NAN = float("nan")
 
 
 def reward_columns(names: Iterable[str], given: Collection[str] = ()) -> dict[str, str]:
-    """Name under which reward functions get each column of the data: its own, or `data_<name>` if that is taken.
+    """Name under which reward functions receive each data column: its own, or `data_<name>` if that is taken.
 
     Args:
         names: columns of the data.
@@ -46,17 +47,19 @@ def reward_columns(names: Iterable[str], given: Collection[str] = ()) -> dict[st
     twice = next((name for name, other in passed.items() if other != name and other in passed), None)
     if twice is not None:
         raise UserError(
-            f"the data has the columns {twice!r} and {passed[twice]!r}: rewards get the run's own {twice!r} and the "
-            f"data's as {passed[twice]!r}; rename one of them"
+            f"the data has the columns {twice!r} and {passed[twice]!r}: rewards get the run's {twice!r}, and the "
+            f"data's column as {passed[twice]!r}; rename one of them"
         )
     return passed
 
 
 def tell_renamed(key: str, names: Iterable[str], given: Collection[str] = ()) -> None:
-    """Log the columns of a data set, by its key, that reward functions get under another name."""
+    """Log which columns of a dataset (given by its key) reward functions receive under another name."""
     for name, other in reward_columns(names, given).items():
         if other != name:
-            LOGGER.warning("%s: rewards get the column %r as %r; %r is the run's own", key, name, other, name)
+            LOGGER.warning(
+                "%s: rewards get the column %r as %r because %r is a value of the run", key, name, other, name
+            )
 
 
 class Term(ABC):
@@ -72,11 +75,11 @@ class Term(ABC):
 
     @property
     def needs(self) -> list[str]:
-        """Columns without which the function cannot be called."""
+        """Columns required by the function."""
         return [name for name in self.signature.required if name not in (*self.options, STATE)]
 
     def score(self, batch: Batch) -> list[RewardOutcome]:
-        """Return one outcome a row, even if the function fails."""
+        """Return one outcome per row, even if the function fails."""
         # a function need not cope with no rows at all
         if len(batch) == 0:
             return []
@@ -105,8 +108,8 @@ class Term(ABC):
         if len(good) == len(batch) and not self._warned:
             self._warned = True
             LOGGER.warning(
-                "reward %s: the call with all %d rows failed, each row alone did not: %s; set rows: together if it "
-                "compares rows, else rows: independent",
+                "reward %s: the call with all %d rows failed, but separate calls succeeded: %s; set rows: "
+                "together if it compares rows, otherwise rows: independent",
                 self.config.name,
                 len(batch),
                 first.message,
@@ -148,7 +151,7 @@ class Term(ABC):
 
 
 LIMITS = ("batch_timeout_s", "memory_mb", "timeout_s", "workers")
-"""Options that hold in worker processes alone."""
+"""Options that only apply in worker processes."""
 
 
 class _LocalTerm(Term):
@@ -161,8 +164,8 @@ class _LocalTerm(Term):
             # a limit that does not hold in this process would be a promise that nobody keeps
             if getattr(config, name) != getattr(RewardConfig, name):
                 raise UserError(
-                    f"reward {config.name!r}: {name} is {getattr(config, name)}, but it runs in this process, where "
-                    "that limit does not hold; set isolate: true, or leave it out"
+                    f"reward {config.name!r}: {name} is {getattr(config, name)}, but the reward runs in this "
+                    "process, where that limit cannot be enforced; set isolate: true, or remove the limit"
                 )
 
     def call_together(self, batch: Batch) -> list[RewardOutcome] | RewardFailure:
@@ -243,7 +246,7 @@ def make_term(config: RewardConfig, workers: RewardWorkers, functions: Mapping[s
 def _builtin_term(config: RewardConfig, name: str, workers: RewardWorkers) -> Term:
     entry = REWARDS[name]
     if entry.isolate and config.isolate is False:
-        raise UserError(f"reward {config.name!r}: {name} runs in worker processes only; remove isolate=false")
+        raise UserError(f"reward {config.name!r}: {name} only runs in worker processes; remove isolate=false")
     if config.isolate is False:
         _refuse_strict(config)
     # math-verify must run in a worker, the others if the user asks for it
@@ -260,7 +263,7 @@ def _builtin_term(config: RewardConfig, name: str, workers: RewardWorkers) -> Te
 
 def _refuse_strict(config: RewardConfig) -> None:
     if config.sandbox == "strict":
-        raise UserError(f"reward {config.name!r}: sandbox=strict needs a worker process; remove isolate=false")
+        raise UserError(f"reward {config.name!r}: sandbox=strict requires a worker process; remove isolate=false")
 
 
 def _absolute(function: str) -> str:
@@ -283,14 +286,15 @@ def _try_options(term: Term) -> None:
 def _check_options(config: RewardConfig, signature: Signature) -> None:
     if signature.refused:
         raise UserError(
-            f"reward {config.name!r} takes no {' and no '.join(signature.refused)}; it is called with prompts, "
-            "completions and the data columns by name, write it as f(prompts, completions, **columns), or as EasyR1's, "
-            "by position, with reward_inputs (all rows) or reward_input (one) first or with REWARD_TYPE in its module"
+            f"reward {config.name!r} does not take {' or '.join(signature.refused)}. Rewards are called with "
+            "prompts, completions and the data columns by name: define f(prompts, completions, **columns). "
+            "EasyR1 functions are called by position; they have reward_inputs (all rows) or reward_input (one "
+            "row) as first argument, or REWARD_TYPE in their module"
         )
     # options of the user fill what has no default
     unfilled = [name for name in signature.unfilled if name not in (*config.options, STATE)]
     if unfilled:
-        raise UserError(f"reward {config.name!r} has no default for {' and '.join(unfilled)}; give it in options")
+        raise UserError(f"reward {config.name!r} has no default for {' and '.join(unfilled)}; set it in options")
     known = [*signature.required, *signature.optional]
     # functions with **columns take any option, except built-in ones, which would ignore a misspelt one
     strict = not signature.takes_all or (config.function or config.name) in REWARDS
@@ -303,8 +307,8 @@ def _check_options(config: RewardConfig, signature: Signature) -> None:
 def _unknown(config: RewardConfig, wanted: str, functions: Mapping[str, Any]) -> str:
     known = [*REWARDS, *functions]
     return (
-        f"there is no reward {wanted!r}; {did_you_mean(wanted, known)}known are: {', '.join(known)}; "
-        "your own are named module:function or path/to/file.py:function"
+        f"unknown reward {wanted!r}; {did_you_mean(wanted, known)}built-in rewards: {', '.join(known)}; for your "
+        "own, use module:function or path/to/file.py:function"
     )
 
 
@@ -355,25 +359,25 @@ class RewardSum:
 
     @property
     def reads_images(self) -> bool:
-        """Whether a term takes the images of its rows."""
+        """Whether any term takes the images of its rows."""
         return self.reads(IMAGES)
 
     def reads(self, column: str) -> bool:
-        """Whether a term names a column."""
+        """Whether any term takes a column."""
         return any(column in (*term.signature.required, *term.signature.optional) for term in self._terms)
 
     def check_columns(self, columns: Sequence[str]) -> None:
-        """Refuse columns that lack an input of a term."""
+        """Raise UserError if columns lack an input of a term."""
         for term in self._terms:
             missing = [name for name in term.needs if name not in columns]
             if missing:
                 raise UserError(
-                    f"reward {term.config.name!r} needs {' and '.join(missing)}, given neither as a data column "
-                    f"nor in its options; the columns are: {', '.join(sorted(columns)) or 'none'}"
+                    f"reward {term.config.name!r} needs {' and '.join(missing)}, which is neither a data column "
+                    f"nor set in its options; the columns are: {', '.join(sorted(columns)) or 'none'}"
                 )
 
     def check_answers(self, places: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> None:
-        """Try the built-in rewards on the right answers of some rows, by the rows' names for messages.
+        """Try the built-in rewards on the reference answers of some rows, given with names for messages.
 
         Raises:
             UserError: a reward can read the answer of none of them.
@@ -389,7 +393,7 @@ class RewardSum:
             if not bad:
                 continue
             place, why = next(iter(bad.items()))
-            found = f"reward {term.config.name!r} cannot judge {len(bad)} of {len(places)} rows, such as {place}: {why}"
+            found = f"reward {term.config.name!r} cannot score {len(bad)} of {len(places)} rows, e.g. {place}: {why}"
             if len(bad) == len(places):
                 # every row unreadable means the wrong reward or column, a few mean bad rows
                 raise UserError(f"{found}; choose another reward, or data.answer_key")
@@ -420,7 +424,7 @@ class RewardSum:
         """
         batch = _make_batch(prompts, completions, columns, state or TrainerState())
         if not self._terms:
-            raise ValueError("there are no rewards to score with")
+            raise ValueError("there are no rewards to compute")
         # once a set of columns, and not at every step
         if self._checked != frozenset(columns):
             self.check_columns(list(columns))
@@ -444,9 +448,9 @@ class RewardSum:
 
 def _check_config(config: RewardConfig, names: Sequence[str]) -> None:
     if not config.name:
-        raise UserError(f"a reward has no name; built-in are {', '.join(REWARDS)}, or module:function")
+        raise UserError(f"a reward has no name; use module:function or a built-in reward: {', '.join(REWARDS)}")
     if names.count(config.name) > 1:
-        raise UserError(f"two rewards are called {config.name!r}; give one another name and set its function")
+        raise UserError(f"two rewards are named {config.name!r}; rename one of them and set its function")
     for problem in field_problems(config):
         raise UserError(f"reward {config.name!r}: {problem}")
 
@@ -464,7 +468,7 @@ def _make_batch(
     # zip would cut to the shortest list without a word
     wrong = {name: length for name, length in lengths.items() if length != rows}
     if wrong:
-        raise ValueError(f"there are {rows} completions, but the lists have other lengths: {wrong}")
+        raise ValueError(f"there are {rows} completions, but lists have different lengths: {wrong}")
     return Batch(list(prompts), list(completions), {name: list(values) for name, values in columns.items()}, state)
 
 

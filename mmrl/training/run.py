@@ -120,8 +120,8 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
         logged = stack.enter_context(LoggedWarnings())
         recipe, accelerator, position = stack.enter_context(open_evaluation(entry, config, folder))
         step = position.number
-        if run_dir is None and accelerator.is_main_process:
-            logged.write_to(Path(config.output_dir), keep=has_begun(Path(config.output_dir)))
+        if accelerator.is_main_process:
+            logged.write_to(Path(config.output_dir), lambda: step, keep=has_begun(Path(config.output_dir)))
         about = evaluation_of(recipe, config, folder, accelerator, position) if accelerator.is_main_process else {}
         rollers = open_rollers(recipe, config, accelerator, Path(config.output_dir), entry)
         stack.callback(rollers.close)

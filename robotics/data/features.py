@@ -84,7 +84,8 @@ def complete_features(features: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"feature {key!r} has a '/' in its name, which the format reserves for columns; use a '.'")
         if dtype not in (*IMAGES, *DTYPES, "string"):
             raise UserError(
-                f"feature {key!r} has dtype {dtype!r}; must be one of {', '.join((*IMAGES, *DTYPES, 'string'))}")
+                f"feature {key!r} has dtype {dtype!r}; must be one of {', '.join((*IMAGES, *DTYPES, 'string'))}"
+            )
         # entries that lerobot does not know are dropped
         named = {"dtype": dtype, "shape": shape, "names": feature.get("names")}
         wanted = _wanted_shape(named, is_depth(feature))
@@ -167,7 +168,8 @@ def frame_tasks(task: str | Sequence[str], length: int) -> list[str]:
     tasks = [task] * length if isinstance(task, str) else [str(one) for one in task]
     if len(tasks) != length:
         raise ValueError(
-            f"task has {len(tasks)} texts; the episode has {length} frames, give one text, or one per frame")
+            f"task has {len(tasks)} texts; the episode has {length} frames, give one text, or one per frame"
+        )
     return tasks
 
 

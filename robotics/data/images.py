@@ -70,7 +70,8 @@ def read_clip(
     if not decoded.any():
         raise UserError(
             f"{path} has no readable frame from {start_s:.3f} s on, although an episode of {length} frames should "
-            "start there")
+            "start there"
+        )
     latest = np.maximum.accumulate(np.where(decoded, np.arange(length), -1))
     return frames[np.where(latest < 0, decoded.argmax(), latest)], decoded
 

@@ -268,7 +268,8 @@ class LeRobotReader:
         unknown = [camera for camera in cameras if camera not in self.cameras]
         if unknown:
             raise UserError(
-                f"unknown camera {', '.join(unknown)}; {self.folder} has {', '.join(self.cameras) or 'none'}")
+                f"unknown camera {', '.join(unknown)}; {self.folder} has {', '.join(self.cameras) or 'none'}"
+            )
 
     def _offsets(self, delta_timestamps: Sequence[float]) -> list[int]:
         offsets = [round(delta * self.fps) for delta in delta_timestamps]
@@ -353,7 +354,8 @@ class LeRobotReader:
         good = [frame for frame in frames if frame is not None]
         if not good:
             raise UserError(
-                f"none of the images of an episode in {self.folder} could be decoded as {size[1]}x{size[0]}")
+                f"none of the images of an episode in {self.folder} could be decoded as {size[1]}x{size[0]}"
+            )
         # a bad frame repeats the one before it; bad frames at the start repeat the first good one
         latest, filled = good[0], []
         for frame in frames:

@@ -93,7 +93,8 @@ class FirstImages:
         images, views = started.observation.images, started.observation.views
         if images is None:
             raise UserError(
-                "evaluation.swapped needs images, but the simulator does not render any; set sim.image_size")
+                "evaluation.swapped needs images, but the simulator does not render any; set sim.image_size"
+            )
         if started.failed.any():
             row = int(started.failed.argmax())
             why = started.reasons.get(row, "no reason given")
@@ -149,8 +150,8 @@ def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | No
     if settings.scale == "none":
         if statistics is not None:
             raise UserError(
-                "acting.scale is 'none', but the policy predicts normalised actions: it has the statistics that it was "
-                "cloned with (action_statistics.json in its folder); set acting.scale=bounds_q99"
+                "acting.scale is 'none', but the policy predicts normalised actions: it was cloned with action "
+                "statistics (action_statistics.json in its folder); set acting.scale=bounds_q99"
             )
         return None
     if getattr(policy, "action_range", None) is not None:
@@ -160,12 +161,13 @@ def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | No
         )
     if statistics is None:
         raise UserError(
-            f"acting.scale is '{settings.scale}', but the policy has no action statistics; it gets them by cloning "
-            "demonstrations with this setting and keeps them in its folder. Use 'none' for a policy of actions in -1..1"
+            f"acting.scale is '{settings.scale}', but the policy has no action statistics; cloning demonstrations "
+            "with this setting creates them and stores them in its folder. Use 'none' for a policy with actions in "
+            "-1..1"
         )
     if statistics.size != policy.action_size:
         raise UserError(
-            f"the policy's action statistics have {statistics.size} entries, its actions {policy.action_size}"
+            f"the policy's action statistics have {statistics.size} entries, but its actions have {policy.action_size}"
         )
     return statistics
 

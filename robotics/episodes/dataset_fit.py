@@ -47,7 +47,7 @@ def action_units(info: Mapping[str, Any]) -> tuple[str, ActionRange | None]:
 
 
 def recorded_features(sim: RobotSim, cameras: Mapping[str, tuple[int, int]]) -> dict[str, Any]:
-    """Features of a dataset that is recorded in a simulator, in its -1..1, with the names and units that it says."""
+    """Features of a dataset recorded in a simulator, in its -1..1, with the names and units that it reports."""
     known, size = interface_of(sim), sim.action_size
     features = robot_features(known.state or sim.state_size or None, known.actions or size, cameras)
     features[ACTION]["info"] = {"units": "normalised", **(bounds_of(sim) or _plain(size)).as_dict()}
@@ -55,7 +55,7 @@ def recorded_features(sim: RobotSim, cameras: Mapping[str, tuple[int, int]]) -> 
 
 
 def dataset_interface(info: Mapping[str, Any], cameras: Sequence[str]) -> RobotInterface:
-    """Names and rate of a dataset, and the cameras that are used of it, the policy's image first."""
+    """Names and rate of a dataset, and the cameras used from it, the policy's image first."""
     features = info["features"]
     state, actions = (names_of_feature(features[key]) if key in features else None for key in (STATE, ACTION))
     return RobotInterface(state, actions, tuple(cameras) or None, as_rate(info["fps"]))
@@ -64,7 +64,7 @@ def dataset_interface(info: Mapping[str, Any], cameras: Sequence[str]) -> RobotI
 def check_dataset(
     path: str, info: Mapping[str, Any], used: Sequence[str], sim: RobotSim, accept_other: Collection[str] = ()
 ) -> None:
-    """Refuse a dataset whose rate, order of entries or cameras are not those of a simulator.
+    """Reject a dataset whose rate, order of entries or cameras differ from a simulator's.
 
     Args:
         path: of the dataset, for the message.
@@ -87,14 +87,14 @@ def check_dataset(
     refuse_differences(found, f"the dataset {path}", "the simulator", accept_other)
     if theirs.control_hz is None and data.control_hz:
         LOGGER.warning(
-            "the simulator does not say its control rate, so the %g frames a second of %s cannot be compared with it; "
-            "an environment says it by render_fps in its metadata, or sim.options.adapter.control_hz does",
+            "the simulator does not report its control rate, so the %g frames per second of %s cannot be compared "
+            "with it; set render_fps in the environment's metadata, or sim.options.adapter.control_hz",
             *(data.control_hz, path),
         )
 
 
 def check_state(path: str, sim: RobotSim, accept_other: Collection[str] = ()) -> None:
-    """Refuse a dataset whose states have a simulator's entries in another order; raises UserError."""
+    """Reject a dataset whose states have a simulator's entries in a different order; raises UserError."""
     info, theirs = LeRobotReader(path).info, interface_of(sim)
     state = _comparable(dataset_interface(info, ()).state, theirs.state)
     refuse_differences(RobotInterface(state).differences(theirs), f"the dataset {path}", "the simulator", accept_other)
@@ -126,8 +126,8 @@ def in_simulator_units(
     chosen = units or (said if said in UNITS else "")
     if chosen == "normalised" and made_with is not None and not made_with.same_as(own):
         raise UserError(
-            f"{path} has actions in -1..1 of the bounds {made_with}, the simulator has {own}: the same number is "
-            "another command. Record them in this environment, or convert them to its units"
+            f"{path} has actions in -1..1 for the bounds {made_with}, but the simulator has {own}: the same number "
+            "means a different command. Record the data in this environment, or convert it to its units"
         )
     plain = own.same_as(_plain(size))
     # float64, since bounds are compared with a small tolerance
@@ -142,8 +142,8 @@ def in_simulator_units(
     scaled = as_env if chosen == "environment" else as_scaled
     if not fits[chosen] and fits[other] and not plain:
         raise UserError(
-            f"the actions of {path} are declared {chosen}, but they reach {_span(joined.numpy())}, which fits "
-            f"{'-1..1' if other == 'normalised' else f'the bounds {own} of the environment'} and not "
+            f"the actions of {path} are declared as {chosen}, but they range from {_span(joined.numpy())}, which "
+            f"fits {'-1..1' if other == 'normalised' else f'the bounds {own} of the environment'} and not "
             f"{'-1..1' if chosen == 'normalised' else f'its bounds {own}'}; set demonstrations.units={other}"
         )
     _check_span(path, scaled, joined.numpy(), own, chosen)
@@ -178,12 +178,12 @@ def _undeclared(path: str, said: str, values: NDArray[np.float64], own: ActionRa
         "the environment's own units" if fits["environment"] else "",
         "-1..1" if fits["normalised"] else "",
     ]
-    fitting = " and ".join(filter(None, both)) or "neither of both"
+    fitting = " and ".join(filter(None, both)) or "neither"
     units = f" in {said}" if said else ""
     return (
-        f"the actions of {path}{units} reach {_span(values)}, the environment's own are in {own}: the numbers fit "
-        f"{fitting}, and nothing says which is meant. Set demonstrations.units=environment for the environment's own "
-        "units, in which robots are usually recorded, or demonstrations.units=normalised for -1..1"
+        f"the actions of {path}{units} range from {_span(values)}, and the environment's own are in {own}: the "
+        f"numbers fit {fitting}, and the units are not declared. Set demonstrations.units=environment for the "
+        "environment's own units (usual for robot recordings), or demonstrations.units=normalised for -1..1"
     )
 
 
@@ -192,25 +192,33 @@ def _check_span(
 ) -> None:
     """Refuse actions far outside the range, and warn of those that are cut off or hardly use it."""
     largest = 1.0 + _overshoot(scaled)
-    wide = str(own) if units == "environment" or own.same_as(_plain(len(own.low))) else f"-1..1, which is {own} there"
+    wide = (
+        str(own)
+        if units == "environment" or own.same_as(_plain(len(own.low)))
+        else f"-1..1, which corresponds to {own}"
+    )
     if largest > FARTHEST:
-        way = "" if units == "environment" else ", or set demonstrations.units=environment if they are its own"
+        way = (
+            ""
+            if units == "environment"
+            else ", or set demonstrations.units=environment if they are in the environment's own units"
+        )
         raise UserError(
-            f"the actions of {path} reach {_span(values)}, far outside {wide}: they are in other units. Convert them "
-            f"in the dataset{way}"
+            f"the actions of {path} range from {_span(values)}, far outside {wide}: they are in different units. "
+            f"Convert them in the dataset{way}"
         )
     if largest > 1.0 + 2 * TOLERANCE:
         share = float((np.abs(scaled) > 1.0 + 2 * TOLERANCE).any(1).mean())
         LOGGER.warning(
-            "the demonstrations have actions of %s, outside %s, in %.1f %% of the frames; they are clipped, as the "
-            "simulator clips them",
+            "the demonstrations have actions of %s, outside %s, in %.1f%% of the frames; they are clipped, as in "
+            "the simulator",
             *(_span(values), wide, 100 * share),
         )
     spans = np.ptp(scaled, axis=0)
     moving = [entry for entry in np.flatnonzero(spans > 0) if len(np.unique(scaled[:, entry])) > 2]  # no grippers
     if moving and max(float(np.abs(scaled[:, entry]).max()) for entry in moving) < LITTLE:
         LOGGER.warning(
-            "the actions of %s reach %s, less than %g %% of %s; they may be in larger units than the simulator's",
+            "the actions of %s range from %s, less than %g%% of %s; they may be in larger units than the simulator's",
             *(path, _span(values), 100 * LITTLE, wide),
         )
 

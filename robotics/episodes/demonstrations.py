@@ -145,7 +145,8 @@ class Demonstrations:
         if wrong:
             raise UserError(
                 f"demonstrations.unscaled has {wrong}; an action has {size} entries, with indices from {-size} to "
-                f"{size - 1}")
+                f"{size - 1}"
+            )
         kept = np.ones(size, bool)
         kept[list(unscaled)] = False
         # over all frames: quantiles of single episodes cannot be averaged
@@ -245,7 +246,8 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
             if len({images.shape for images in videos.values()}) > 1:
                 sizes = ", ".join(f"{name} {images.shape[1]} x {images.shape[2]}" for name, images in videos.items())
                 raise UserError(
-                    f"demonstrations.views: the cameras of {config.path} have different image sizes: {sizes}")
+                    f"demonstrations.views: the cameras of {config.path} have different image sizes: {sizes}"
+                )
             found.images.append(videos[config.camera])
             if config.views:
                 found.views.append([videos[name] for name in config.views])

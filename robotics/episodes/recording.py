@@ -170,7 +170,8 @@ def _with_expert(config: SimConfig, expert: str) -> SimConfig:
         return config
     if config.kind != "gymnasium":
         raise UserError(
-            f"expert is {expert!r} with sim.kind {config.kind}, but only gymnasium takes an expert; leave it out")
+            f"expert is {expert!r} with sim.kind {config.kind}, but only gymnasium takes an expert; leave it out"
+        )
     adapter = {**config.options.get("adapter", {}), "expert": expert}
     return replace(config, options={**config.options, "adapter": adapter})
 

@@ -53,7 +53,8 @@ class Observation:
                 )
         if not np.isfinite(self.K).all() or self.K[0, 0] <= 0 or self.K[1, 1] <= 0:
             raise UserError(
-                "K must be finite with focal lengths above 0 in pixels; without them pixels cannot be lifted to 3D")
+                "K must be finite with focal lengths above 0 in pixels; without them pixels cannot be lifted to 3D"
+            )
 
     @property
     def size_px(self) -> tuple[int, int]:

@@ -31,7 +31,8 @@ def intrinsics(
     given = [(angle, side) for angle, side in ((fov_x_rad, size_px[0]), (fov_y_rad, size_px[1])) if angle is not None]
     if len(given) != 1 or not 0 < given[0][0] < math.pi:
         raise UserError(
-            f"fov_x_rad is {fov_x_rad}, fov_y_rad is {fov_y_rad}; pass exactly one of them, between 0 and pi")
+            f"fov_x_rad is {fov_x_rad}, fov_y_rad is {fov_y_rad}; pass exactly one of them, between 0 and pi"
+        )
     angle, side = given[0]
     focal = 0.5 * side / math.tan(angle / 2)
     return np.array([[focal, 0.0, size_px[0] / 2], [0.0, focal, size_px[1] / 2], [0.0, 0.0, 1.0]])

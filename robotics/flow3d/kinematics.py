@@ -219,7 +219,8 @@ def _find_names(model: mujoco.MjModel, arm: FlowArm) -> tuple[list[int], int]:
     # with a free joint, indices of positions and of velocities would differ
     if model.nq != model.nv:
         raise UserError(
-            f"the model of {arm.name} has free or ball joints; use a model of the arm alone, without objects")
+            f"the model of {arm.name} has free or ball joints; use a model of the arm alone, without objects"
+        )
     try:
         columns = [int(model.joint(name).qposadr[0]) for name in arm.joints]
         site = int(model.site(arm.grip_site).id)

@@ -1,4 +1,4 @@
-"""Recipes of papers on robot policies, one file a method."""
+"""Recipes of papers on robot policies, one file per method."""
 
 SCORES = ("entropy", "entropy_old", "logp_ref", "logp_rollout", "durations", "kl_old")
 """Scores of a robot policy in addition to log-probabilities."""

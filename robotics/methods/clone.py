@@ -1,4 +1,4 @@
-"""Behaviour cloning: the warm start of a policy from demonstrations, in the loop of reinforcement learning.
+"""Behaviour cloning: the warm start of a policy from demonstrations, in the RL training loop.
 
 A row is one transition of a demonstration: an observation and the chunk of K actions that followed; control steps
 after the end of the episode are masked. The loss is the policy's own (cross-entropy of action tokens, density of a
@@ -71,7 +71,9 @@ class CloneConfig(RobotParts, BaseRunConfig):
         super().validate()
         self.check_parts(self.evaluation, self.held_out())
         if self.sim.randomization.per != "group":
-            raise ValueError("sim.randomization.per is 'episode', but nothing is sampled in training; leave it out")
+            raise ValueError(
+                "sim.randomization.per is 'episode', but no episodes are sampled during training; leave it out"
+            )
         if self.demonstrations.unscaled and self.acting.scale == "none":
             raise ValueError(
                 "demonstrations.unscaled has no effect with acting.scale=none; set acting.scale=bounds_q99"
@@ -108,7 +110,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         found = self.demonstrations.actions[0].shape[1]
         if found != self.sim.action_size:
             raise UserError(
-                f"the actions of {self.config.demonstrations.path} have {found} entries, those of the simulator "
+                f"the actions of {self.config.demonstrations.path} have {found} entries, but the simulator's have "
                 f"{self.sim.action_size}"
             )
 
@@ -116,8 +118,8 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         found, wanted = len(self.config.demonstrations.views), self.policy.views
         if found != (len(views_of(self.sim)) if wanted is None else wanted):
             raise UserError(
-                f"demonstrations.views names {found} cameras in addition to demonstrations.camera, but the policy sees "
-                f"{len(views_of(self.sim)) if wanted is None else wanted} in addition to the first"
+                f"demonstrations.views lists {found} cameras in addition to demonstrations.camera, but the policy "
+                f"uses {len(views_of(self.sim)) if wanted is None else wanted} in addition to its first one"
             )
 
     def load_train_tasks(self) -> Sequence[Any]:

@@ -1,4 +1,4 @@
-"""Distillation: a robot policy learns from a teacher's probabilities of its decisions, in the states that it reaches.
+"""Distillation: a robot policy learns from a teacher's probabilities of its decisions in states that it reaches.
 
 The advantage of each decision is
 
@@ -43,7 +43,7 @@ from robotics.sim.episodes import RobotSim
 
 @dataclass
 class RobotDistilSettings(DistilWeights):
-    """Weights of the teacher's part and of the rewards."""
+    """Weights of the teacher term and of the rewards."""
 
     beta: float = only_with(bounded(1.0, at_least=0, at_most=1), divergence=SET)
     """Kind of divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher); for tokens, values in between are the
@@ -55,22 +55,23 @@ class RobotDistilConfig(EpisodeRewardParts, RobotConfig):
     """A distillation run of a robot policy."""
 
     teacher: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)
-    """The teacher policy: folder of a saved policy or of a run, or a kind with its options."""
+    """The teacher policy: the folder of a saved policy or run, or a kind with its options."""
     distil: RobotDistilSettings = field(default_factory=RobotDistilSettings)
-    """Weights of the teacher's part and of the rewards."""
+    """Weights of the teacher term and of the rewards."""
     objective: ObjectiveConfig = field(default_factory=importance_weighted)
-    """Policy loss of the advantages; the default is the importance-weighted loss without clip and KL to the start."""
+    """Policy loss on the advantages; the default is the importance-weighted loss without clipping or KL to the
+    start."""
 
     @property
     def compared_samples(self) -> int | None:
-        """The rewards' advantages count only with `distil.task`."""
+        """Advantages of the rewards only count if `distil.task` is set."""
         return super().compared_samples if self.distil.task else None
 
     def validate(self) -> None:
         """Check that there is a teacher; raises ValueError."""
         super().validate()
         if self.teacher == ActionPolicyConfig():
-            raise ValueError("teacher names no policy; set teacher.path to the folder of a saved policy or of a run")
+            raise ValueError("teacher is not set; set teacher.path to the folder of a saved policy or run")
 
 
 class RobotDistilRecipe(RobotGrpoRecipe):
@@ -113,28 +114,32 @@ def check_divergence(policy: ActionPolicy, beta: float) -> None:
     """Reject an exact divergence that the policy's decisions do not have; raises UserError."""
     if policy.mixes is None:
         raise UserError(
-            f"distil.divergence compares whole distributions, which a {type(policy).__name__} does not have for its "
-            "decisions; use a policy of tokens or Gaussian actions, or distil.reward alone"
+            "distil.divergence compares whole distributions, which are not available for the decisions of a "
+            f"{type(policy).__name__}; use a policy with tokens or Gaussian actions, or only distil.reward"
         )
     if not policy.mixes and beta not in (0.0, 1.0):
         raise UserError(
-            f"distil.beta is {beta:g}, but mixtures of two policies' actions have no exact divergence; use 0 or 1"
+            f"distil.beta is {beta:g}, but the divergence from a mixture of two policies' actions has no exact form; "
+            "use 0 or 1"
         )
 
 
 def check_teacher(teacher: ActionPolicy, policy: ActionPolicy) -> None:
-    """Reject a teacher whose decisions have another form; raises UserError."""
+    """Reject a teacher whose decisions have a different form; raises UserError."""
     if teacher.past:
-        raise UserError("teacher sees a past, which rollouts do not keep; use one that acts on the present observation")
+        raise UserError(
+            "teacher uses past observations, which rollouts do not store; use a teacher that acts on the current "
+            "observation only"
+        )
     if type(teacher) is not type(policy):
         raise UserError(
-            f"teacher is a {type(teacher).__name__}, the policy a {type(policy).__name__}: their decisions have "
-            "different forms; use policies of one kind"
+            f"teacher is a {type(teacher).__name__}, but the policy is a {type(policy).__name__}: their decisions "
+            "have different forms; use policies of the same kind"
         )
     for name in ("chunk", "action_size", "decisions", "tokenizer"):
         own, other = getattr(policy, name, None), getattr(teacher, name, None)
         if own != other:
             raise UserError(
-                f"teacher.{name} is {other}, the policy's {own}: the teacher cannot score the policy's decisions; use "
-                "policies of one kind and chunk"
+                f"teacher.{name} is {other}, but the policy's is {own}: the teacher cannot score the policy's "
+                "decisions; use policies of the same kind and chunk size"
             )

@@ -47,13 +47,13 @@ FAILURES = ("predictions", "tracks")
 
 @dataclass
 class EpisodeRewardParts:
-    """Reward of an episode; to be inherited before `RobotConfig`."""
+    """Reward of an episode; inherit from this before `RobotConfig`."""
 
     reward: str | None = choice(None, REWARDS)
-    """sparse: 1 for success, else 0; return: sum of the environment's own rewards over all control steps; potential:
-    its reward at the last control step alone, for simulators whose reward measures progress, such as the tabletop;
-    flow: progress of the object along a predicted flow, and 1 for success. None = return with sim.kind gymnasium, else
-    sparse."""
+    """sparse: 1 for success, otherwise 0; return: sum of the environment's own rewards over all control steps;
+    potential: the environment's reward at the last control step only, for simulators whose reward measures progress,
+    such as the tabletop; flow: progress of the object along a predicted flow, and 1 for success. Default: return with
+    sim.kind gymnasium, otherwise sparse."""
     flow: FlowRewardConfig = only_with(field(default_factory=FlowRewardConfig), reward="flow")
     """Source of the flow; used by `reward: flow`."""
 
@@ -68,7 +68,7 @@ class RobotGrpoConfig(EpisodeRewardParts, RobotConfig):
     """A GRPO run of a robot policy."""
 
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
-    """Advantage, clip range and aggregation; those of SRPO, so that only the reward differs."""
+    """Advantage, clip range and aggregation; same as for SRPO, so that only the reward differs."""
 
 
 class RobotGrpoRecipe(RobotRecipe):
@@ -100,7 +100,7 @@ class RobotGrpoRecipe(RobotRecipe):
         return payload.returns if self.config.chosen_reward == "return" else payload.last_reward, terms
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the number of initial states and episodes without a reward from a flow."""
+        """Adds the number of initial states and episodes without a flow reward."""
         kinds = FAILURES if self._following is not None else ()
         return super().step_metrics(rollouts) | {f"flow/failed_{name}": float(self._lost[name]) for name in kinds}
 

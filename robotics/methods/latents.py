@@ -1,4 +1,4 @@
-"""Latents by which SRPO compares episodes, by kind: V-JEPA 2, a small video encoder, pixels, states, the object.
+"""Latents with which SRPO compares episodes: V-JEPA 2, a small video encoder, pixels, states, or the object.
 
 Base of the latents of whole trajectories: batches, a cache, and rows that fail one by one.
 
@@ -252,7 +252,7 @@ def sample_indices(count: int, wanted: int, pad: str = "cycle") -> NDArray[np.in
     Source: sii-research/siiRL siirl/utils/embodied/video_emb.py (cycle).
     """
     if count < 1 or pad not in PADS:
-        raise ValueError(f"cannot take {wanted} of {count} frames with pad {pad!r}; pads: {', '.join(PADS)}")
+        raise ValueError(f"cannot take {wanted} of {count} frames with pad {pad!r}; available pads: {', '.join(PADS)}")
     if count >= wanted:
         # truncated, not rounded, as in the released code
         return np.linspace(0, count - 1, wanted).astype(np.int64)
@@ -285,30 +285,30 @@ def _load_vjepa2(path: str) -> Any:
             return VJEPA2Model.from_pretrained(path, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UserError(f"no V-JEPA 2 model can be read from {path!r}: {reason}") from error
+        raise UserError(f"cannot read a V-JEPA 2 model from {path!r}: {reason}") from error
 
 
 @dataclass
 class LatentConfig(BuiltPath):
-    """Latent by which episodes are compared."""
+    """Latent used to compare episodes."""
 
     kind: str = choice("video", lambda: LATENTS)
     """A name of `LATENTS`: vjepa2, video, pixels, state or object."""
     path: str = field(default="", kw_only=True)
-    """vjepa2: model folder or hub id; video: folder of the encoder; state: LeRobotDataset that sets the scale, without
-    which it is that of the run's first step."""
+    """vjepa2: model folder or Hub id; video: folder of the encoder; state: LeRobotDataset that sets the scale (default:
+    the scale of the run's first step)."""
     frames: str = choice("step", FRAME_RATES)
-    """step: an image of every control step; chunk: only the images before each chunk and at the end."""
+    """step: use an image of every control step; chunk: use only the images before each chunk and at the end."""
     options: dict[str, Any] = by_kind(
         lambda: {kind: settings for kind, (settings, _) in LATENTS.items()}, without=("path",)
     )
-    """Settings of the kind, see its settings class."""
+    """Options of the kind, see its settings class."""
 
     def validate(self) -> None:
         """Check the options of the kind; raises UserError."""
         settings = _settings_of(self)
         if self.path and (self.kind in ("pixels", "object") or getattr(settings, "mean", None)):
-            reason = "has its scale from latent.options.mean" if self.kind == "state" else "reads no folder"
+            reason = "takes its scale from latent.options.mean" if self.kind == "state" else "does not read a folder"
             raise UserError(f"latent.path is {self.path!r}, but latent.kind={self.kind} {reason}; leave it out")
         if not (isinstance(settings, StateSettings) and self.path):  # the dataset may not have been built yet
             check_config(settings, "latent")
@@ -337,19 +337,20 @@ class StateSettings:
     """Settings of the state latent."""
 
     mean: list[float] = rare(field(default_factory=list))
-    """(S,) means of the states of a dataset, see `state_statistics`; empty = those of the path's dataset, or without a
-    path of the run's first step."""
+    """(S,) means of the states of a dataset, see `state_statistics`; empty = the means of the dataset in `path`, or of
+    the run's first step if there is no path."""
     std: list[float] = rare(bounded([], at_least=0))
-    """(S,) standard deviations; an entry with deviation 0 is only centred."""
+    """(S,) standard deviations; an entry with standard deviation 0 is only centred."""
     points: int = rare(bounded(8, at_least=1))
     """Number of evenly spaced points of the episode, both ends included, at which states are interpolated."""
 
     def validate(self) -> None:
-        """Check that each entry of the state has a mean and a deviation, or none has; raises UserError."""
+        """Check that mean and std have one number per entry of the state, or none at all; raises UserError."""
         if len(self.mean) != len(self.std):
             raise UserError(
-                f"latent.kind=state takes the mean and std of the states, one number an entry; mean has "
-                f"{len(self.mean)} and std {len(self.std)}. `state_statistics(states)` computes both from trajectories"
+                "latent.kind=state takes the mean and std of the states, one number per entry; mean has "
+                f"{len(self.mean)} and std {len(self.std)}. `state_statistics(states)` computes both from "
+                "trajectories"
             )
 
 

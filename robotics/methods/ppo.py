@@ -67,7 +67,7 @@ CRITIC_FOLDER = "critic"
 
 
 class PolicyWithCritic(ActionPolicy):
-    """A policy and a critic that are trained and saved together; acting needs the policy alone.
+    """A policy and a critic that are trained and saved together; acting only needs the policy.
 
     `save_pretrained` writes the policy's own folder, which `open_policy` loads, and the critic into it.
     """
@@ -131,11 +131,11 @@ class PolicyWithCritic(ActionPolicy):
         write_weights(self.critic, Path(path) / CRITIC_FOLDER)
 
     def export(self, path: Path | str) -> None:
-        """Write the policy alone."""
+        """Write only the policy."""
         self.policy.export(path)
 
     def load_weights(self, path: Path | str) -> None:
-        """Restore what `save_pretrained` wrote; raises UserError if there is no critic or another one."""
+        """Restore what `save_pretrained` wrote; raises UserError if the critic is missing or different."""
         self.policy.load_weights(path)
         read_weights(self.critic, Path(path) / CRITIC_FOLDER)
 
@@ -152,7 +152,7 @@ def _objective() -> ObjectiveConfig:
 
 
 class ChunkWeights(NamedTuple):
-    """Weights of the parts of a chunk's reward, see `ChunkRewardConfig`."""
+    """Weights of the components of a chunk's reward, see `ChunkRewardConfig`."""
 
     success: float
     environment: float
@@ -192,7 +192,7 @@ class ChunkRewardConfig:
 
 @dataclass
 class RobotPpoParts:
-    """Options of PPO; to be inherited before `RobotConfig`."""
+    """Options of PPO; inherit from this before `RobotConfig`."""
 
     scored_outputs: ClassVar[tuple[str, ...]] = PPO_SCORES
     reward: ChunkRewardConfig = field(default_factory=ChunkRewardConfig)
@@ -200,13 +200,14 @@ class RobotPpoParts:
     critic: CriticConfig = field(default_factory=CriticConfig)
     """The critic."""
     shuffle_success: bool = False
-    """Control: shuffle the successes among the episodes of a task; metrics still count the real ones."""
+    """Control: shuffle the successes among the episodes of a task; metrics still use the real ones."""
     objective: ObjectiveConfig = field(default_factory=_objective)
-    """Credit, clip range and value loss; the advantage needs a critic."""
+    """Credit assignment, clip range and value loss; the advantage needs a critic."""
     trainer: TrainerConfig = field(
         default_factory=lambda: TrainerConfig(old_logp="auto", samples_per_task=1, tasks_per_step=64, epochs=2)
     )
-    """Batch sizes, optimiser and guards; with a critic no groups are needed, so every episode may start elsewhere."""
+    """Batch sizes, optimiser and guards; with a critic no groups are needed, so every episode may start from a
+    different initial state."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -214,16 +215,16 @@ class RobotPpoParts:
         treatment = getattr(make_objective(self.objective).advantage, "truncation", "terminate")
         if self.shuffle_success and treatment != "terminate":
             raise ValueError(
-                f"shuffle_success pays as if every episode ended at the horizon, but objective.advantage.truncation is "
-                f"'{treatment}'; set it to terminate"
+                "shuffle_success rewards episodes as if each ended at the horizon, but "
+                f"objective.advantage.truncation is '{treatment}'; set it to terminate"
             )
         weights = self.reward.weights(self.sim.kind)  # type: ignore[attr-defined]
         real = {"environment": weights.environment, "potential": weights.potential}
         for name, weight in real.items():
             if self.shuffle_success and weight:
                 raise ValueError(
-                    f"shuffle_success shuffles successes, but reward.{name} is {weight:g} and would still pay what the "
-                    "episodes really did; set reward.success alone"
+                    f"shuffle_success shuffles successes, but reward.{name} is {weight:g} and would still reward the "
+                    "real outcome; use only reward.success"
                 )
 
 
@@ -343,7 +344,7 @@ class RobotPpoRecipe(RobotRecipe):
         return dataclasses.replace(found, values=self.values(policy, rollouts)) if "values" in outputs else found
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages as usual; logs how much of the returns the critic knew before the update."""
+        """Advantages as usual; logs how much of the variance of the returns the critic explained before the update."""
         found = super().advantages(rollouts, accelerator, step)
         self.noted["critic/explained"] = _explained(found)
         return found
@@ -387,8 +388,8 @@ class RobotPpoRecipe(RobotRecipe):
             if age != first:
                 LOGGER.warning(
                     "episodes of %s were cut off after %d and after %d control steps: the critic cannot know this "
-                    "limit, and objective.advantage.truncation is 'terminate', which counts nothing after it; use "
-                    "bootstrap, which adds the critic's value of the last state",
+                    "limit, and objective.advantage.truncation is 'terminate', which ignores everything after it; "
+                    "use bootstrap, which adds the critic's value of the last state",
                     *(task, first, age),
                 )
                 self._ages_cut = None

@@ -1,4 +1,4 @@
-"""SRPO's progress reward: a failure is paid by how close it comes to the same policy's successes at the task.
+"""SRPO's progress reward: a failure is rewarded by how close it comes to the same policy's successes at the task.
 
 Trajectories are points in the latent space of a frozen world model. Successes of a task, or of an initial state, are
 clustered; a failure's distance to the nearest cluster's centre is normalised and mapped to a reward between 0 and
@@ -93,15 +93,15 @@ class ProgressSettings:
     squared: bool = rare(False)
     """Square distances before they are normalised."""
     invalid: str | None = rare(choice(None, INVALID))
-    """Reward of a trajectory that could not be embedded: nan (left out and counted) or zero (released code); null = the
+    """Reward of a trajectory that could not be embedded: nan (excluded and counted) or zero (released code); null = the
     preset's (published zero, else nan)."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         if self.task_fallback and self.form.references != "initial_state":
             raise ValueError(
-                f"task_fallback is set, but references are those of the {self.form.references} already; use it with "
-                "references: initial_state"
+                f"task_fallback is set, but references already is {self.form.references}; use it with references: "
+                "initial_state"
             )
 
     @property
@@ -125,8 +125,8 @@ class ProgressOutcome:
     centres: Mapping[Hashable, NDArray[np.float32]]
     """(C, E) by label, for labels with both failures and references."""
     clusters: float
-    """Mean number of clusters of these labels; one without a cluster counts 0, and its only centre is the mean of all
-    its references. NaN without such labels."""
+    """Mean number of clusters of these labels; a label without a cluster counts as 0, and its only centre is the mean
+    of all its references. NaN without such labels."""
     noise_fraction: float
     """Fraction of these labels' references in no cluster; NaN without such labels."""
     tasks_without_reference: int
@@ -278,7 +278,7 @@ def cluster_labels(reference: ArrayLike, settings: ProgressSettings) -> NDArray[
 def shuffled_failures(
     reward: ArrayLike, success: ArrayLike, group: ArrayLike, generator: np.random.Generator
 ) -> NDArray[np.float32]:
-    """Shuffle the rewards (B,) of each group's failures among them, the control of a progress reward.
+    """Shuffle the rewards (B,) of each group's failures among them, as a control for a progress reward.
 
     The rewards of each group stay the same, and with them the size of its advantages, but carry no information about
     the episodes. Successes (B,) and rows without a reward (NaN) keep theirs.
@@ -381,7 +381,7 @@ def _check_rows(
         )
     broken = np.flatnonzero(valid & ~np.isfinite(points).all(1))
     if len(broken):
-        raise ValueError(f"the latents of rows {broken.tolist()} are not finite; mark such rows as not valid")
+        raise ValueError(f"the latents of rows {broken.tolist()} are not finite; mark these rows as invalid")
     return points, success, valid
 
 
@@ -390,7 +390,7 @@ def _check_first(first: ArrayLike | None, points: _Floats, valid: NDArray[np.boo
     if norm != "initial":
         return points
     if first is None:
-        raise ValueError("progress.norm is 'initial', which needs the latents of first frames; give `first`")
+        raise ValueError("progress.norm is 'initial', which needs the latents of first frames; pass `first`")
     starts = np.asarray(first, np.float64)
     if starts.shape != points.shape or not np.isfinite(starts[valid]).all():
         raise ValueError(f"latents of first frames are {starts.shape}; expected {points.shape}, finite in valid rows")

@@ -82,8 +82,8 @@ class OldPolicy(LossTerm):
     def __init__(self, policy: ActionPolicy) -> None:
         if not policy.has_means:
             raise UserError(
-                "the objective needs the exact divergence from the policy before the update, which only model.kind "
-                "flow with noise: fixed scores"
+                "the objective needs the exact divergence from the policy before the update, which is only "
+                "available for model.kind flow with noise: fixed"
             )
         self._policy = policy
         self._weights = EMAWeights(policy)
@@ -103,21 +103,21 @@ class OldPolicy(LossTerm):
 LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
 DRAWING = ("tabletop", "gymnasium")
-"""Simulators that `sim.randomization` is for."""
+"""Simulators that support `sim.randomization`."""
 SHOWN_TASKS = 12
-"""Most tasks of a run whose success is reported one by one in every step."""
+"""Maximum number of tasks for which success is reported per task in every step."""
 
 
 @dataclass
 class RobotParts:
-    """Policy, simulator and evaluation of a robot's run; to be inherited before the configuration of a run."""
+    """Policy, simulator and evaluation of a robot run; inherit from this before the configuration of a run."""
 
     model: ActionPolicyConfig = field(default_factory=ActionPolicyConfig)
     """The policy."""
     sim: SimConfig = field(default_factory=SimConfig)
     """The simulator of the episodes."""
     eval_data: dict[str, EpisodeSetConfig] = field(default_factory=dict)
-    """Initial states of evaluation by name; the first split is the headline."""
+    """Initial states for evaluation by name; the first split gives the headline metrics."""
     acting: ActingSettings = field(default_factory=ActingSettings)
     """Sampling and execution of actions."""
 
@@ -126,11 +126,11 @@ class RobotParts:
         idle = [name for name, data in sets.items() if data.randomized]
         # other simulators draw by themselves, so only these two can be known to draw nothing
         if idle and self.sim.kind in DRAWING and not self.sim.randomization.active():
-            raise ValueError(f"{idle[0]}.randomized is true, but sim.randomization draws nothing; set a range there")
+            raise ValueError(f"{idle[0]}.randomized is true, but sim.randomization has no ranges; set one there")
         if self.acting.ensemble and not evaluation.greedy:
             raise ValueError(
-                f"acting.ensemble is {self.acting.ensemble}, which is for greedy evaluation, but evaluation.greedy is "
-                "false; change one of them"
+                f"acting.ensemble is {self.acting.ensemble}, which only applies to greedy evaluation, but "
+                "evaluation.greedy is false; change one of them"
             )
 
     def held_out(self) -> dict[str, EpisodeSetConfig]:
@@ -148,16 +148,17 @@ class RobotConfig(RobotParts, RunConfig):
     """Scores of the recipe in addition to log-probabilities."""
 
     data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
-    """Initial states of training."""
+    """Initial states for training."""
     logp_level: str = rare(choice("token", LEVELS))
-    """token: every action token (or control or denoising step) is a decision; chunk: a chunk is one, with the sum of
-    their log-probabilities."""
+    """token: every action token (or control or denoising step) is a decision; chunk: a whole chunk is one decision,
+    with the sum of their log-probabilities."""
     evaluation: RobotEvaluationConfig = field(default_factory=RobotEvaluationConfig)
     """Evaluation over fixed initial states."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grpo"))
     """The objective."""
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(old_logp="auto"))
-    """Batch sizes, optimiser and guards; log-probabilities as sampled are exact in float32 and need no second pass."""
+    """Batch sizes, optimiser and guards; the sampled log-probabilities are exact in float32, so no second pass is
+    needed."""
 
     @property
     def compared_samples(self) -> int | None:
@@ -224,15 +225,15 @@ class RobotDomain:
         self.policy.interface = seen_part(interface_of(self.sim), self.policy)
         if config.acting.n_action_steps > self.policy.chunk:
             raise UserError(
-                f"acting.n_action_steps is {config.acting.n_action_steps}; "
-                f"the policy's chunk has {self.policy.chunk} steps"
+                f"acting.n_action_steps is {config.acting.n_action_steps}, but the policy's chunk has "
+                f"{self.policy.chunk} steps"
             )
 
     def check_data(self) -> None:
-        """Refuse data that do not fit the simulator, before the policy is loaded."""
+        """Reject data that does not fit the simulator, before the policy is loaded."""
 
     def load_train_tasks(self) -> Sequence[Any]:
-        """Initial states of training."""
+        """Initial states for training."""
         return list_episodes(self.config.data, self.sim.tasks(), self.sim.layouts())
 
     def measures(self, policy: ActionPolicy, split: str, step: Step) -> list[RobotMeasure]:
@@ -246,7 +247,7 @@ class RobotDomain:
         return about_episode(rollouts, row)
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Success (also by task, if they are few) and length of the step's episodes, failures so far."""
+        """Success (also per task if there are few) and length of the step's episodes, and failures so far."""
         # copied and cleared at once, so that a step is never counted twice
         seen = Counter(self._seen)
         self._seen.clear()
@@ -261,7 +262,7 @@ class RobotDomain:
 
     @classmethod
     def export(cls, config: Any, checkpoint: Path, output: Path) -> Exported:
-        """Write a policy folder that needs no other one; a module of the user's own is copied as it was saved."""
+        """Write a self-contained policy folder; a user-defined module is copied as it was saved."""
         model = checkpoint / "model"
         if not is_saved_policy(model):
             # a module of the user's own is saved in a form that only its class can read
@@ -309,7 +310,7 @@ class RobotDomain:
             if failed:
                 if not self.broken["episodes"] and not self._seen["failed"]:
                     reason = payload.reasons[row]
-                    LOGGER.warning("an environment failed; its group is left out of the update: %s", reason)
+                    LOGGER.warning("an environment failed; its group is excluded from the update: %s", reason)
                 self._seen["failed"] += 1
                 continue
             task = payload.episodes[row // size].task
@@ -334,7 +335,7 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
 
     @abstractmethod
     def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
-        """Total reward (B,) and its terms, NaN where an episode cannot be scored; failed rows are masked later."""
+        """Total reward (B,) and its terms, NaN if an episode cannot be scored; failed rows are masked later."""
 
     def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Run G episodes from each initial state."""
@@ -368,8 +369,9 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         found = payload.unequal_starts(group)
         if found is not None:
             LOGGER.warning(
-                "the episodes of %s do not start alike: %s differs. Advantages compare them as if they did; the "
-                "environment draws something that reset(seed) does not set, such as np.random.default_rng()",
+                "the episodes of %s do not start from the same state: %s differs. Advantages are computed as if "
+                "they did. The environment probably uses random numbers that reset(seed) does not control, such as "
+                "np.random.default_rng()",
                 *(episode_id(payload.episodes[int(group[found[0]])]), found[1]),
             )
         return found is not None
@@ -380,19 +382,19 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
 
     @property
     def own_term(self) -> str:
-        """Kind of the environment's own reward: a potential of the state where the simulator says so, else rewards."""
+        """Kind of the environment's own reward: a potential of the state if the simulator says so, else rewards."""
         return "potential" if getattr(self.sim, "potential_rewards", False) else "return"
 
     def own_reward(self, payload: EpisodePayload) -> Tensor:
-        """(B,) an episode's reward as the environment means it: its last potential, or the sum over control steps."""
+        """(B,) reward of an episode as its environment defines it: the last potential, or the sum over all steps."""
         return payload.last_reward if self.own_term == "potential" else payload.returns
 
     def refuse_returns(self, where: str) -> None:
-        """Refuse sums of a potential, which pay for staying near the goal; `where` begins the message."""
+        """Reject sums of a potential, which reward staying near the goal; `where` begins the message."""
         if self.own_term == "potential":
             raise UserError(
-                f"{where}: the rewards of this simulator are potentials of the state, whose sum over control steps "
-                "pays for staying near the goal rather than for reaching it"
+                f"{where}: the rewards of this simulator are potentials of the state, so their sum over control "
+                "steps rewards staying near the goal rather than reaching it"
             )
 
     @property
@@ -401,7 +403,7 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         return False
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Rewards of the episodes; NaN, and no gradient, for a group with a failed environment."""
+        """Rewards of the episodes; NaN, without a gradient, for a group with a failed environment."""
         payload = EpisodePayload.of(rollouts)
         # a failed episode has no reward, and without it the group's mean would be biased
         whole = ~_in_failed_group(rollouts.group, payload.failed)
@@ -429,11 +431,11 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         if "entropy" not in outputs:
             return found
         if entropy is None:
-            raise UserError("the objective needs entropies, which log_probs of this policy does not return beside logp")
+            raise UserError("the objective needs entropies, but log_probs of this policy returns only logp")
         return dataclasses.replace(found, entropy=self.spread(entropy, *place))
 
     def scored_chunks(self, rollouts: Rollouts) -> tuple[PolicyInputs, Tensor, tuple[Tensor, Tensor, Tensor, int]]:
-        """Inputs and decisions (M, ...) of the chunks that count, and their places for `spread`."""
+        """Inputs and decisions (M, ...) of the chunks that count, and their positions for `spread`."""
         payload = EpisodePayload.of(rollouts)
         rows, chunks = _chunks_that_count(payload, rollouts.host.mask, self.policy, self.config.logp_level)
         if not len(rows):  # all failed; one masked chunk is scored, for a loss with a gradient
@@ -462,7 +464,7 @@ def _users_parts(config: RobotConfig) -> dict[str, str]:
 
 
 def pack_episodes(episodes: Episodes, group: Tensor, policy: ActionPolicy, level: str = "token") -> Rollouts:
-    """Rollouts of B finished episodes, whose `payload.episodes` has one entry a group; `level` is `logp_level`."""
+    """Rollouts of B finished episodes, whose `payload.episodes` has one entry per group; `level` is `logp_level`."""
     payload, logp = episodes.payload, episodes.logp
     # (B, C, D) 1 for decisions of executed control steps
     mask = policy.executed_mask(payload.steps)

@@ -75,9 +75,9 @@ class SrpoConfig(RobotConfig):
     progress: ProgressSettings = field(default_factory=ProgressSettings)
     """Conversion of distances to rewards."""
     latent: LatentConfig = field(default_factory=LatentConfig)
-    """Latent by which episodes are compared."""
+    """Latent used to compare episodes."""
     shuffle_failures: bool = False
-    """Control: shuffle the rewards of each initial state's failures among them."""
+    """Control: shuffle the rewards among the failures of each initial state."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="srpo"))
     """Advantage, clip range and aggregation."""
 
@@ -100,8 +100,8 @@ class SrpoRecipe(RobotRecipe):
         if isinstance(self.latent, StateLatent) and self.latent.state_size not in (0, self.sim.state_size):
             source = config.latent.path or "latent.options"
             raise UserError(
-                f"latent.kind=state was scaled to the {self.latent.state_size} entries of {source}; the simulator's "
-                f"state has {self.sim.state_size}"
+                f"latent.kind=state was scaled to the {self.latent.state_size} entries of {source}, but the "
+                f"simulator's state has {self.sim.state_size}"
             )
         if isinstance(self.latent, StateLatent) and config.latent.path:
             check_state(config.latent.path, self.sim, config.model.accept_other)
@@ -117,7 +117,7 @@ class SrpoRecipe(RobotRecipe):
         return self.config.latent.frames == "step" and self.latent.needs_images
 
     def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
-        """1 for success, else the progress reward."""
+        """1 for success, otherwise the progress reward."""
         payload, groups = EpisodePayload.of(rollouts), rollouts.group.cpu().numpy()
         with stopwatch("latents"):
             self._fit_latent(payload)
@@ -141,7 +141,7 @@ class SrpoRecipe(RobotRecipe):
         return progress, {"progress": torch.where(payload.success, torch.nan, progress)}
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Compute the objective's advantages, and log their correlation with those of the environment's own reward."""
+        """Compute advantages, and log their correlation with those from the environment's own reward."""
         found = super().advantages(rollouts, accelerator, step)
         payload = EpisodePayload.of(rollouts)
         own_reward = self.own_reward(payload)
@@ -212,7 +212,7 @@ class SrpoRecipe(RobotRecipe):
         reasons = found.reasons or begun.reasons
         if reasons and not self._first_reason:
             self._first_reason = next(iter(reasons.values()))
-            LOGGER.warning("an episode has no latent and is left out of the update: %s", self._first_reason)
+            LOGGER.warning("an episode has no latent and is excluded from the update: %s", self._first_reason)
         return latents, first, valid
 
     def _progress_rewards(self, mine: _ProgressRows, step: Step) -> np.ndarray:

@@ -162,7 +162,7 @@ class VideoEncoder(nn.Module):
 
     @classmethod
     def from_pretrained(cls, folder: str | Path) -> Self:
-        """Read a folder of `save_pretrained`, in evaluation mode on the CPU; raises UserError if it does not fit."""
+        """Read a folder of `save_pretrained`, in evaluation mode on the CPU; raises UserError if it is unusable."""
         folder = Path(foreign_model(str(folder), "a video encoder"))
         file = folder / CONFIG_FILE
         saved = read_json_object(file)
@@ -226,7 +226,7 @@ def build_video_encoder(path: str, *, data: str, camera: str = "front", max_epis
     """Build function for configurations: train an encoder on the images of a dataset and save it."""
     reader = LeRobotReader(data)
     if camera not in reader.cameras:
-        raise UserError(f"{data} has no camera '{camera}'; there are: {', '.join(reader.cameras)}")
+        raise UserError(f"{data} has no camera '{camera}'; available: {', '.join(reader.cameras)}")
     count = min(max_episodes or reader.num_episodes, reader.num_episodes)
     videos = [reader.images(number, camera) for number in range(count)]
     encoder = train_video_encoder([video for video in videos if len(video) > 1], training=VideoTraining(**training))
@@ -292,7 +292,7 @@ def fit_frames(frames: NDArray[np.uint8], config: VideoEncoderConfig) -> Tensor:
 
 def _pool(latents: Tensor, pooling: str) -> Tensor:
     if pooling not in POOLINGS:
-        raise UserError(f"pooling is {pooling!r}; there are: {', '.join(POOLINGS)}")
+        raise UserError(f"pooling is {pooling!r}; must be one of {', '.join(POOLINGS)}")
     return POOLINGS[pooling](latents)
 
 

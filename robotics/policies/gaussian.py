@@ -70,7 +70,7 @@ class GaussianPolicyConfig:
     learning rate per step. state: predicted from the observation per entry and control step; learns much faster."""
     min_std: float = rare(bounded(0.05, above=0))
     """Minimum standard deviation. With smaller values, small changes of the mean change log-probabilities a lot, and a
-    policy that was cloned for long hardly explores."""
+    policy that was cloned for a long time hardly explores."""
     max_std: float = rare(bounded(1.0, above=0))
     """Maximum standard deviation."""
     cloning: str = rare(choice("likelihood", CLONING))

@@ -50,8 +50,8 @@ class ModuleAdapter(ActionPolicy):
         missing = [name for name in ("act", "log_probs") if not callable(getattr(module, name, None))]
         if missing:
             raise UserError(
-                f"{type(module).__name__} has no method {' and no method '.join(missing)}; needed are "
-                "act(obs, generator) -> (actions, logp) and log_probs(obs, actions) -> logp"
+                f"{type(module).__name__} has no method {' and no method '.join(missing)}; it needs act(obs, "
+                "generator) -> (actions, logp) and log_probs(obs, actions) -> logp"
             )
         if chunk < 1 or action_size < 1 or decisions not in (1, chunk, chunk * action_size):
             raise UserError(
@@ -74,7 +74,7 @@ class ModuleAdapter(ActionPolicy):
         with torch.no_grad():
             answer = method(_as_dict(batch), generator, **_accepted(method, temperature, greedy, name))
         if not isinstance(answer, tuple) or len(answer) != 2 or not all(isinstance(part, Tensor) for part in answer):
-            found = f"{len(answer)} things" if isinstance(answer, tuple) else type(answer).__name__
+            found = f"{len(answer)} values" if isinstance(answer, tuple) else type(answer).__name__
             raise UserError(f"{name} returned {found}; expected two tensors, (actions, logp)")
         actions, logp = answer
         if tuple(actions.shape) != self._shape(len(batch)):
@@ -166,5 +166,5 @@ def _accepted(method: Callable[..., Any], temperature: float, greedy: bool, name
     takes_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values())
     unknown = [key for key in wanted if key not in known and not takes_all]
     if unknown:
-        raise UserError(f"{unknown[0]} is {wanted[unknown[0]]}, but {name} takes no argument {unknown[0]!r}")
+        raise UserError(f"{unknown[0]} is {wanted[unknown[0]]}, but {name} has no argument {unknown[0]!r}")
     return wanted

@@ -14,15 +14,15 @@ from mmrl.runs.records import read_jsonl
 from robotics.policies.base.action_policy import ActionPolicy
 from robotics.sim.interface import RobotInterface
 
-SIMULATED = "The policy was trained and measured in simulation only; it has not driven a real robot."
+SIMULATED = "The policy was trained and evaluated only in simulation; it has not been run on a real robot."
 TABLETOP_ACTION = "dx, dy, dz, dyaw and gripper (above 0 closes), each in -1..1"
 NORMALISED = "normalised; `policy.statistics` converts them to the units of the demonstrations"
 INSIDE = "lerobot"
-"""Folder in an export that lerobot itself loads."""
+"""Subfolder of an export that lerobot itself can load."""
 
 
 def users_policy(config: Any) -> Exported:
-    """Facts about the weights of a module of the user's own."""
+    """Facts about the weights of a user-defined module."""
     module, _, name = config.model.kind.partition(":")
     load = f"from {module} import {name}\n\nmake = {name}  # then make(...).load_weights(folder)"
     return Exported(
@@ -31,7 +31,7 @@ def users_policy(config: Any) -> Exported:
 
 
 def describe_policy(config: Any, policy: ActionPolicy, run_dir: Path, output: Path) -> Exported:
-    """Facts about a policy that was exported into a folder; a policy of LeRobot's gets a card for lerobot too."""
+    """Facts about a policy that was exported to a folder; a LeRobot policy also gets a card for lerobot."""
     simulator = _simulator(run_dir)
     known = policy.interface or RobotInterface()
     facts = {
@@ -41,7 +41,7 @@ def describe_policy(config: Any, policy: ActionPolicy, run_dir: Path, output: Pa
         "actions": f"chunks of {policy.chunk} control steps with {policy.action_size} entries each"
         + (f": {TABLETOP_ACTION}" if config.sim.kind == "tabletop" else ""),
         "units of actions": _units(config, policy),
-        "executed steps of a chunk": str(config.acting.n_action_steps or policy.chunk),
+        "executed steps per chunk": str(config.acting.n_action_steps or policy.chunk),
     }
     use = _acting(config, policy, run_dir) if policy.past == 0 else ""
     load = "from robotics import open_policy\n\npolicy = open_policy(folder)"
@@ -55,7 +55,11 @@ def _units(config: Any, policy: ActionPolicy) -> str:
     if config.acting.scale != "none":
         return NORMALISED
     bounds = policy.action_bounds
-    return f"-1..1, which are the environment's own {bounds}; `policy.action_bounds` converts them" if bounds else ""
+    return (
+        f"-1..1, which correspond to {bounds} in the environment's own units; `policy.action_bounds` converts them"
+        if bounds
+        else ""
+    )
 
 
 def _simulator(run_dir: Path) -> dict[str, Any]:
@@ -126,8 +130,8 @@ def _write_lerobot_card(folder: Path, facts: Mapping[str, str]) -> None:
     lines = [
         f"# {kind} policy",
         "",
-        "A policy in the format of [LeRobot](https://github.com/huggingface/lerobot), trained with mmrl; its results "
-        "are in the card of the folder above.",
+        "A policy in the format of [LeRobot](https://github.com/huggingface/lerobot), trained with mmrl; see the "
+        "card in the parent folder for its results.",
         "",
         *fenced(f'{load}\n\npolicy = get_policy_class({kind!r}).from_pretrained(".")  # this folder', "python"),
         *table(["", ""], [[name, plain(text)] for name, text in facts.items()]),

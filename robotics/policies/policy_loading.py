@@ -40,12 +40,12 @@ OPTIONS = {
 }
 """Options dataclass of each kind of policy."""
 OWN_UNITS = (
-    "set model.options.action_box=true if these are the environment's own units, else model.options.action_low and "
-    "action_high, [-1, ...] and [1, ...] for -1..1"
+    "set model.options.action_box=true if these are the environment's own units; otherwise set "
+    "model.options.action_low and action_high, to [-1, ...] and [1, ...] for -1..1"
 )
 RESCALED = (
-    "wrap the environment so that its actions are a Box of -1..1 with the meaning of the policy's data, as "
-    "gymnasium.wrappers.RescaleAction does for normalised data"
+    "wrap the environment so that its action space is a Box of -1..1 with the same meaning as in the policy's data; "
+    "for normalised data, gymnasium.wrappers.RescaleAction does this"
 )
 ONE_CAMERA = ("small", "gaussian", "flow", "vlm")
 
@@ -55,7 +55,8 @@ class ActionPolicyConfig:
     """The policy to train."""
 
     path: str = ""
-    """Folder of a saved policy, or a run folder, e.g. of cloning (uses its best checkpoint). Default: a new policy."""
+    """Folder of a saved policy, or a run folder, e.g. of a cloning run (uses its best checkpoint). Default: a new
+    policy."""
     kind: str = choice("small", lambda: OPTIONS, or_function=True)
     """Kind of a new policy: small, gaussian, flow, vlm, lerobot (a frozen LeRobot policy with a learned correction),
     lerobot_flow (LeRobot's SmolVLA, pi0 or pi0.5 with a trainable action expert), openvla (an OpenVLA-OFT folder, with
@@ -76,7 +77,9 @@ class ActionPolicyConfig:
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
         if self.path and set(self.options) - {"vlm"} and ":" not in self.kind:
-            raise ValueError("model.options have no effect with model.path, except vlm; a saved policy keeps its own")
+            raise ValueError(
+                "model.options has no effect with model.path, except for vlm; a saved policy keeps its own options"
+            )
 
 
 def load_action_policy(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
@@ -116,7 +119,9 @@ def _saved(config: ActionPolicyConfig) -> ActionPolicy:
         return open_policy(config.path)
     entries = read_config(expanded(config.path))
     if entries.get("kind") != "vlm":
-        raise UserError(f"model.options.vlm is given, but {config.path} holds a policy of kind {entries.get('kind')!r}")
+        raise UserError(
+            f"model.options.vlm is given, but {config.path} contains a policy of kind {entries.get('kind')!r}"
+        )
     from robotics.policies.vlm import VlmActionPolicy
 
     return VlmActionPolicy.from_pretrained(config.path, model_settings(entries.get("model", {}), changes))
@@ -159,13 +164,13 @@ def _served(kind: type[Served], config: ActionPolicyConfig, sim: RobotSim) -> Se
     options = _options(kind, config.options)
     if not options.action_box:
         if not (options.action_low or options.action_high):
-            _need_units(sim, f"{options.folder} gives actions in the units of its data", OWN_UNITS)
+            _need_units(sim, f"{options.folder} outputs actions in the units of its data", OWN_UNITS)
         return options
     bounds = getattr(sim, "action_bounds", None)
     if bounds is None:
         raise UserError(
             "model.options.action_box is true, but the simulator does not report the bounds of its own actions, as "
-            "sim.kind gymnasium does; give model.options.action_low and action_high"
+            "sim.kind gymnasium does; set model.options.action_low and action_high"
         )
     low, high = (list(bound) for bound in bounds)
     # resolved to numbers, so that the saved policy needs no simulator
@@ -176,7 +181,7 @@ def _need_units(sim: RobotSim, what: str, way: str) -> None:
     """Reject an external policy with undeclared action units if the simulator's own units are not -1..1."""
     own = bounds_of(sim)
     if own is not None and not own.same_as(ActionRange((-1.0,) * len(own.low), (1.0,) * len(own.low))):
-        raise UserError(f"{what}, and the environment's own are in {own}; {way}")
+        raise UserError(f"{what}, but the environment's own are in {own}; {way}")
 
 
 def _options(kind: type[Options], given: dict[str, Any], where: str = "model.options", **own: int) -> Options:
@@ -193,7 +198,9 @@ def _openvla(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPoli
     from robotics.policies.openvla.tokens import OpenVlaPolicy
 
     settings = _options(OpenVlaConfig, config.options, chunk=config.chunk)
-    _need_units(sim, f"{settings.folder} gives actions in the units of its data, which are taken as -1..1", RESCALED)
+    _need_units(
+        sim, f"{settings.folder} outputs actions in the units of its data, which are assumed to be -1..1", RESCALED
+    )
     # both kinds share one folder layout; the file of the head tells them apart
     has_head = find_part(expanded(settings.folder), HEAD) is not None
     return (OpenVlaRegressionPolicy if has_head else OpenVlaPolicy)(settings)
@@ -232,7 +239,7 @@ def check_fit(policy: ActionPolicy, sim: RobotSim, accept_other: Collection[str]
     _check_cameras(policy, sim)
     if policy.action_size != sim.action_size:
         raise UserError(
-            f"the policy's actions have {policy.action_size} entries, those of the simulator {sim.action_size}"
+            f"the policy's actions have {policy.action_size} entries, but the simulator's have {sim.action_size}"
         )
     config = getattr(policy, "config", None)
     # policies with an encoder keep the sizes in it
@@ -241,23 +248,24 @@ def check_fit(policy: ActionPolicy, sim: RobotSim, accept_other: Collection[str]
     rendered = None if sim.image_size is None else tuple(sim.image_size)
     if image_size is not None and tuple(image_size) != rendered:
         raise UserError(
-            f"the policy expects images of {tuple(image_size)} pixels, the simulator renders {rendered}; with sim.kind "
-            "gymnasium, sim.options.adapter {size: null} leaves images as the environment draws them"
+            f"the policy expects images of {tuple(image_size)} pixels, but the simulator renders {rendered}; with "
+            "sim.kind gymnasium, sim.options.adapter {size: null} keeps the environment's own image size"
         )
     fits = getattr(policy, "image_fit", None), getattr(sim, "image_fit", None)
     # policies without a processor of images take them as they come
     if None not in fits and fits[0] != fits[1]:
         raise UserError(
-            f"the camera is not square; the policy's own processor fits such images by '{fits[0]}', the simulator by "
-            f"'{fits[1]}'. Set sim.options.adapter {{fit: {fits[0]}}}, or {{size: null}} for the camera's own pixels"
+            f"the camera is not square; the policy's own processor uses '{fits[0]}' for non-square images, but the "
+            f"simulator uses '{fits[1]}'. Set sim.options.adapter {{fit: {fits[0]}}}, or {{size: null}} to keep the "
+            "camera's own size"
         )
     if state_size is not None and state_size != sim.state_size:
-        raise UserError(f"the policy reads {state_size} state entries, the simulator has {sim.state_size}")
+        raise UserError(f"the policy reads {state_size} state entries, but the simulator has {sim.state_size}")
     check_interface(policy, sim, accept_other)
     blind = [] if policy.interface is None else policy.interface.unnamed_in(interface_of(sim))
     if blind:
         LOGGER.warning(
-            "the simulator does not say its %s, so what the policy was trained with cannot be compared with it",
+            "the simulator does not report its %s, so it cannot be compared with what the policy was trained with",
             ", ".join(blind),
         )
 
@@ -287,7 +295,7 @@ def refuse_differences(found: Mapping[str, str], first: str, second: str, accept
     if wrong:
         names = ", ".join([*accept_other, *wrong])
         raise UserError(
-            f"{'; '.join(wrong.values())}. Bring both into line, or accept it with model.accept_other=[{names}]"
+            f"{'; '.join(wrong.values())}. Make both agree, or accept the difference with model.accept_other=[{names}]"
         )
     for text in found.values():
         LOGGER.warning("accepted: %s", text.format(first, second))
@@ -312,16 +320,16 @@ def _check_cameras(policy: ActionPolicy, sim: RobotSim) -> None:
     names = f": {', '.join(policy.cameras)}" if policy.cameras else ""
     raise UserError(
         f"the policy sees {policy.views + 1} cameras{names}; the simulator observes its camera and sim.views "
-        f"[{', '.join(views)}]. sim.views names the simulator's cameras for those after the first, {policy.views} of "
+        f"[{', '.join(views)}]. set sim.views to the simulator's cameras for all but the first, {policy.views} of "
         "them, in that order"
     )
 
 
 def _one_camera(what: str, views: tuple[str, ...]) -> UserError:
     return UserError(
-        f"the simulator observes its camera and sim.views [{', '.join(views)}], but {what} sees one camera at most; "
-        "leave sim.views empty, or take a policy of several cameras, see 'Several cameras' in docs/robot_policies.md "
-        "(a custom class sets `views`)"
+        f"the simulator observes its camera and sim.views [{', '.join(views)}], but {what} uses at most one camera; "
+        "leave sim.views empty, or use a policy with several cameras, see 'Several cameras' in "
+        "docs/robot_policies.md (a custom class sets `views`)"
     )
 
 

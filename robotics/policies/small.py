@@ -1,4 +1,4 @@
-"""A small and fast vision-language-action policy: every number of an action chunk is a token, all decoded in parallel.
+"""A small, fast vision-language-action policy: each number of an action chunk is a token; all are decoded in parallel.
 
 Source: OpenVLA-OFT, arXiv 2502.19645 (parallel decoding of action chunks), with the likelihood of a language-model head
     instead of its L1 regression, as in Haozhan-Li/SimpleVLA-RL and sii-research/siiRL.

@@ -160,11 +160,13 @@ class VlmActionPolicy(TokenPolicy):
 
     @classmethod
     def from_model(cls, model: ModelConfig, config: VlmActionConfig) -> Self:
-        """Add an action head to a vision-language model, on the CPU; `shared_prefix` is off, since rows share none."""
+        """Add an action head to a vision-language model, on the CPU; `shared_prefix` is off because rows share none."""
         from mmrl.vlm.engine.vlm_policy import load_policy
 
         if model.router_aux_loss_coef:
-            raise UserError("model.router_aux_loss_coef is for text; a policy with an action head has no router loss")
+            raise UserError(
+                "model.router_aux_loss_coef only applies to text; a policy with an action head has no router loss"
+            )
         return cls(load_policy(dataclasses.replace(model, shared_prefix=False)), config)
 
     @classmethod

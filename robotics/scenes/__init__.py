@@ -1,4 +1,4 @@
-"""The scene kit: arms, tasks and experts at a table, and the environments made of them.
+"""The scene kit: arms, tasks and experts at a table, and environments built from them.
 
     from robotics.scenes import TabletopEnv
     env = TabletopEnv("push", arm="ur5e")

@@ -109,7 +109,7 @@ def start_arm(model: mujoco.MjModel, data: mujoco.MjData, arm: ArmModel) -> None
 def find_arm(name: str) -> ArmModel:
     """Row of `ARMS` with a name; raises UserError if it does not exist."""
     if name not in ARMS:
-        raise UserError(f"arm is {name!r}; there are {', '.join(ARMS)}")
+        raise UserError(f"unknown arm {name!r}; available: {', '.join(ARMS)}")
     return ARMS[name]
 
 

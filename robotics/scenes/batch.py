@@ -50,13 +50,14 @@ class BatchSettings:
     camera: str = "front"
     """front or wrist."""
     views: tuple[str, ...] = ()
-    """Further cameras, observed in this order in addition to `camera`."""
+    """Additional cameras besides `camera`, in the order of observation."""
     look: str = choice("policy", LOOKS)
-    """policy: images are those of the camera; film: for people (`robotics.scenes.videos`), some 50 times slower."""
+    """policy: plain images for policies; film: images for human viewers (`robotics.scenes.videos`), about 50 times
+    slower."""
     state: str = choice("full", STATES)
-    """full, with the poses of the pieces, or proprio, the robot's own state."""
+    """full: includes the poses of the pieces; proprio: only the robot's own state."""
     reward: str = "sparse"
-    """sparse, 1 with the step that solves the task, or dense in 0..1."""
+    """sparse: 1 at the step that solves the task; dense: 0..1."""
     horizon: int | None = bounded(None, at_least=1)
     """Control steps after which an episode is truncated; None = each task's own horizon."""
     control: ControlSettings = field(default_factory=ControlSettings)
@@ -64,14 +65,14 @@ class BatchSettings:
     randomization: RandomizationConfig = field(default_factory=RandomizationConfig)
     """Domain randomisation, drawn for each episode."""
     physics: str = choice("mujoco", PHYSICS)
-    """mujoco, in threads on the CPU, or warp, all rows of a task together on a GPU; see `robotics.sim.warp_physics`."""
+    """mujoco: in threads on the CPU; warp: all rows of a task together on a GPU, see `robotics.sim.warp_physics`."""
     device: str | None = only_with(None, physics="warp")
-    """Warp's device, such as cuda:0; a GPU where there is one when None."""
+    """Warp's device, such as cuda:0. Default: a GPU if there is one."""
 
     def validate(self) -> None:
-        """Refuse further cameras that are not drawn; raises UserError."""
+        """Reject additional cameras that are not rendered; raises UserError."""
         if self.views and (self.image_size is None or self.look == "film"):
-            why = "image_size is None" if self.image_size is None else "videos are drawn by a camera of their own"
+            why = "image_size is None" if self.image_size is None else "videos use a separate camera"
             raise UserError(f"views has {', '.join(self.views)}, but {why}; leave it empty")
 
 
@@ -118,7 +119,7 @@ class TabletopBatch:
         self.settings = settings or BatchSettings()
         check_config(self.settings)
         if not tasks:
-            raise UserError("tasks is empty; name at least one")
+            raise UserError("tasks is empty; list at least one")
         self.arm = find_arm(arm)
         self._tasks = {name: find_task(name) for name in tasks}
         self._scenes = {
@@ -225,9 +226,9 @@ class TabletopBatch:
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
         """Step the live rows, see `RobotSim.step_chunk`; actions (L, K, 5) are dx, dy, dz, dyaw, gripper."""
         if not len(self.live):
-            raise UserError("no row is live; reset first")
+            raise UserError("all episodes have ended; call reset() first")
         if record and self._rendering is None:
-            raise UserError("nothing can be recorded without images; give an image_size")
+            raise UserError("recording needs images; set image_size")
         moves = check_actions(actions, len(self.live))
         live = self.live
         for index, row in enumerate(live.tolist()):
@@ -260,7 +261,7 @@ class TabletopBatch:
         broken = [int(row) for row in live[output.failed]]
         self.counts["diverged"] += len(broken)
         self.counts["dropped"] += len(broken)
-        reasons = dict.fromkeys(broken, "diverged: MuJoCo warned of diverging numbers or of a full buffer")
+        reasons = dict.fromkeys(broken, "diverged: MuJoCo reported diverging values or a full buffer")
         # of rows that ended too: experts and critics read the state after the last step
         return replace(output, reasons=reasons, frames=frames, full_state=self._full[live])
 
@@ -269,7 +270,7 @@ class TabletopBatch:
         return self._full[self.live]
 
     def describe(self) -> Mapping[str, Any]:
-        """Everything that a measured number depends on."""
+        """Everything that a measurement depends on."""
         import mujoco
 
         settings = asdict(self.settings)
@@ -323,8 +324,8 @@ class TabletopBatch:
         for row, episode in enumerate(episodes):
             if episode.task not in self._tasks:
                 raise UserError(
-                    f"episode {row} has the task {episode.task!r}; this simulator runs {', '.join(self._tasks)}. There "
-                    f"are {', '.join(TASKS)}"
+                    f"episode {row} has the task {episode.task!r}, but this simulator runs {', '.join(self._tasks)}. "
+                    f"All tasks: {', '.join(TASKS)}"
                 )
             rows.setdefault((episode.task, episode.split), []).append(row)
         return [self._group(key, np.array(found)) for key, found in rows.items()]
@@ -365,7 +366,7 @@ class TabletopBatch:
         kinds = {int(row): (group.scene.task.name, group.scene.split) for group in self._groups for row in group.rows}
         for row, episode in episodes.items():
             if row not in kinds:
-                raise UserError(f"there is no row {row}; the last reset began {len(kinds)} episodes")
+                raise UserError(f"row {row} does not exist; the last reset began {len(kinds)} episodes")
             if (episode.task, episode.split) != kinds[row]:
                 raise UserError(
                     f"row {row} runs the task {kinds[row][0]} of the split {kinds[row][1]}, not {episode.task} of "
@@ -448,7 +449,7 @@ class TabletopBatch:
 
 
 def open_tabletop(config: SimConfig, height: int | None = None) -> TabletopBatch:
-    """Start the simulator of a configuration; with the look of videos of a height in pixels where one is given."""
+    """Start the simulator of a configuration; with a height in pixels, in the presentation look for videos."""
     size = (config.image_size, config.image_size) if config.image_size else None
     settings = BatchSettings(
         image_size=video_size(height) if height else size,

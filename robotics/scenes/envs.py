@@ -109,11 +109,11 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         """Scene that is simulated."""
         self.kinds = (observation,) if isinstance(observation, str) else tuple(observation)
         if not self.kinds or any(kind not in OBSERVATIONS for kind in self.kinds):
-            raise UserError(f"observation is {self.kinds}; it takes at least one of {', '.join(OBSERVATIONS)}")
+            raise UserError(f"observation is {self.kinds}; expected at least one of {', '.join(OBSERVATIONS)}")
         if render_look not in LOOKS:
-            raise UserError(f"render_look is {render_look!r}; there are {' and '.join(LOOKS)}")
+            raise UserError(f"render_look is {render_look!r}; must be {' or '.join(LOOKS)}")
         if render_mode not in (None, *self.metadata["render_modes"]):
-            raise UserError(f"render_mode is {render_mode!r}; there are human, rgb_array and None")
+            raise UserError(f"render_mode is {render_mode!r}; must be human, rgb_array or None")
         if render_mode == "human":
             from robotics.scenes.viewer import check_display
 
@@ -181,7 +181,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         split = chosen.pop("split", self.split)
         draw = chosen.pop("draw", 0)
         if chosen:
-            raise UserError(f"unknown options of reset: {', '.join(map(str, chosen))}; there are layout, split, draw")
+            raise UserError(f"unknown options of reset: {', '.join(map(str, chosen))}; available: layout, split, draw")
         number = int(self.np_random.integers(LAYOUTS)) if layout is None else int(layout)
         # before anything changes: an unknown split or layout leaves the episode as it was
         start = layout_seed(split, number)
@@ -219,7 +219,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             )
         moves = check_actions(given[None, None], 1)
         if self._over:
-            raise UserError("no episode runs; call reset first")
+            raise UserError("no episode is running; call reset first")
         # a delayed action reaches the controller late, so its command lags like the arm
         moves = self._delay(moves[0])[None]
         # one target for the whole control step, as in `TabletopBatch`

@@ -71,7 +71,7 @@ def replay_experts(sim: RobotSim, task: str, episodes: int = 20, split: str = "t
         last action an expert rests, with the fingers as they are.
     """
     if episodes < 2:
-        raise UserError(f"episodes is {episodes}; a replay needs at least 2, one to replay in another")
+        raise UserError(f"episodes is {episodes}; a replay needs at least 2, so that one can be replayed in another")
     wanted = _episodes(sim, task, episodes, split)
     motions = np.zeros((episodes, sim.horizon, sim.action_size), np.float32)
     known = np.concatenate(
@@ -91,7 +91,7 @@ def replay_line(solved: NDArray[np.float64]) -> str:
     means = [float(np.nanmean(row)) for row in others if not np.isnan(row).all()]
     if not means:
         return "  replayed in the other episodes: every environment failed"
-    text = f"  replayed in the other episodes: {np.nanmean(others):.3f} in the mean, {max(means):.3f} at best"
+    text = f"  replayed in the other episodes: {np.nanmean(others):.3f} on average, {max(means):.3f} at best"
     return text + (f"; {failed} of {solved.size} replays without a result" if failed else "")
 
 
@@ -129,14 +129,15 @@ def expert_of(sim: RobotSim, task: str) -> Chooser:
 
 
 def summary_lines(rows: Sequence[tuple[str, int, int, int]]) -> list[str]:
-    """Summary: how many tasks were solved how often."""
+    """Summary: how often the tasks were solved."""
     always = sum(done == count and count > 0 for _, done, count, _ in rows)
     mostly = sum(count > 0 and done / count >= MOSTLY for _, done, count, _ in rows)
     done, count = sum(row[1] for row in rows), sum(row[2] for row in rows)
     low, high = wilson_interval(done, count)
     return [
         f"all episodes: {done} of {count} solved, {done / max(count, 1):.3f} [{low:.3f}, {high:.3f}]",
-        f"tasks solved always: {always} of {len(rows)}; in at least {100 * MOSTLY:.0f}% of the episodes: {mostly}",
+        f"tasks always solved: {always} of {len(rows)}; solved in at least {100 * MOSTLY:.0f}% of the episodes: "
+        f"{mostly}",
     ]
 
 

@@ -60,7 +60,7 @@ class Expert:
 
     def __init__(self, task: str, noise: float = 0.0, seed: int = 0, control: ControlSettings | None = None) -> None:
         if task not in EXPERTS:
-            raise UserError(f"there is no expert for {task!r}; there are experts for {', '.join(EXPERTS)}")
+            raise UserError(f"no expert for {task!r}; available for: {', '.join(EXPERTS)}")
         if not noise >= 0.0:
             raise UserError(f"noise is {noise}; must be at least 0")
         self._rule = EXPERTS[task]
@@ -83,7 +83,7 @@ class Expert:
         """
         states = np.asarray(observation_state, np.float64)
         if states.shape[-1:] != (STATE_SIZE,) or states.ndim > 2:
-            raise UserError(f"an expert needs the full state of {STATE_SIZE} entries, not the shape {states.shape}")
+            raise UserError(f"an expert needs the full state of {STATE_SIZE} entries, got shape {states.shape}")
         actions = np.stack([self._act(state) for state in states.reshape(-1, STATE_SIZE)])
         if self._noise:
             # without the gripper, whose sign alone counts

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 FILM = ASSETS / "film.xml"
 CAMERA = "film"
-"""Camera at the side and in front, from where the arm hides little and heights can be judged."""
+"""Camera in front and to the side, from where the arm hides little and heights can be judged."""
 RING = "outcome_ring"
 """Body and geom of the ring around the goal; invisible until an episode has ended."""
 RING_RADIUS_M = 0.078

@@ -29,29 +29,29 @@ if TYPE_CHECKING:
 
 Say = Callable[[str], object]
 VIDEO_HZ = 25
-"""Frames in a second of a video; the environment shows twice as many."""
+"""Frames per second of a video; the environment shows twice as many."""
 HOLD_S = 1.0
 """Time for which the end of an episode is shown."""
 
 
 @dataclass
 class PlaySettings:
-    """Choice of the episodes, and how they are shown."""
+    """Which episodes to show, and how."""
 
     arm: str = choice("", ["", *ARMS])
-    """panda or ur5e; empty = that of the policy's run, else panda."""
+    """panda or ur5e; empty = the arm of the policy's run, otherwise panda."""
     split: str = choice("held_out", SPLITS)
     """train or held_out."""
     layout: int | None = bounded(None, at_least=0)
-    """Number of the first episode's initial state, from which the others count up; None = drawn with the seed."""
+    """Number of the first episode's initial state, from which the others count up; null = drawn with the seed."""
     horizon: int = bounded(0, at_least=0)
-    """Control steps after which an episode ends; 0 = the task's own."""
+    """Control steps after which an episode ends; 0 = the task's own horizon."""
     height: int = bounded(480, at_least=48)
-    """Pixels of the video, which is 4:3."""
+    """Height in pixels of the video, which is 4:3."""
     temperature: float = bounded(0.0, at_least=0)
-    """Spread of a policy's sampled actions; 0 = the most likely ones."""
+    """Sampling temperature of a policy's actions; 0 = the most likely actions."""
     step: int | None = None
-    """Take the run's checkpoint of this step; None = the best one, else the newest."""
+    """Use the run's checkpoint of this step; null = the best one if there is one, otherwise the newest."""
 
 
 class Actor(Protocol):
@@ -117,13 +117,13 @@ def play(
     video: Path | None = None,
     strip: Path | None = None,
 ) -> int:
-    """Show episodes in a window in real time, or write them to files where any is named."""
+    """Show episodes in a window in real time, or write them to files if any are given."""
     find_task(task)
     if episodes < 1:
         raise UserError(f"--episodes is {episodes}; must be at least 1")
     for path, ending in ((video, ".mp4"), (strip, ".png")):
         if path is not None and path.suffix != ending:
-            raise UserError(f"{path} does not end with {ending}")
+            raise UserError(f"{path} must end with {ending}")
     options = {"arm": "panda", **actor.options} | ({"arm": settings.arm} if settings.arm else {})
     shown = video is None and strip is None
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A tabletop scene as people see it: a second model with its own look, which copies the poses of the first.
+"""A tabletop scene for human viewers: a second model with its own look, which copies the poses of the first.
 
 The simulated model, which also renders the policies' observations, is not touched. So videos and windows change neither
 physics nor observations, and meshes may replace the collision shapes.
@@ -51,8 +51,8 @@ def add_meshes(spec: Any, arm: ArmModel, folder: Path) -> None:
     path = folder / FILES[arm.name]
     if not path.is_file():
         raise UserError(
-            f"{VARIABLE} is {folder}, which has no {FILES[arm.name]}; give the folder of a clone of "
-            "https://github.com/google-deepmind/mujoco_menagerie, or none"
+            f"{VARIABLE} is {folder}, which has no {FILES[arm.name]}; set it to a clone of "
+            "https://github.com/google-deepmind/mujoco_menagerie, or unset it"
         )
     try:
         theirs = mujoco.MjSpec.from_file(str(path))
@@ -94,8 +94,8 @@ def _check_frames(path: Path, names: list[str], own: dict[str, Any], given: dict
         apart = float(np.abs(here - there).max())
         if apart > SAME_M:
             raise UserError(
-                f"the link {name} of {path} is elsewhere than in the arm here (by {apart:.3g}, at zero joint "
-                f"positions); its meshes would not fit. Take mujoco_menagerie's own file"
+                f"the link {name} of {path} is at a different position than in the built-in arm (by {apart:.3g}, at "
+                "zero joint positions), so its meshes would not fit. Use mujoco_menagerie's own file"
             )
 
 

@@ -67,7 +67,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class SceneReading:
-    """Named sensor values with any leading shape; world frame, metres, seconds; zeros for roles that the task lacks."""
+    """Named sensor values with any leading shape; world frame, metres, seconds; zeros for roles that are absent."""
 
     grip: NDArray[np.float64]  # (..., 3) between the fingertips
     yaw: NDArray[np.float64]  # (...) of the grip, rad

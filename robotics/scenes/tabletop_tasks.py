@@ -149,7 +149,7 @@ class TabletopScene:
 def find_task(name: str) -> TabletopTask:
     """Row of `TASKS` with a name; raises UserError if it does not exist."""
     if name not in TASKS:
-        raise UserError(f"task is {name!r}; there are {', '.join(TASKS)}")
+        raise UserError(f"unknown task {name!r}; available: {', '.join(TASKS)}")
     return TASKS[name]
 
 
@@ -181,7 +181,7 @@ def draw_layout(
 
 def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise UserError(f"{name} is {value!r}; there are {' and '.join(known)}")
+        raise UserError(f"{name} is {value!r}; must be {' or '.join(known)}")
 
 
 def _draw_pose(area: Area, rng: np.random.Generator) -> tuple[float, float, float]:

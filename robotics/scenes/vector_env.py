@@ -80,7 +80,10 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> None:
         tasks = [task] * num_envs if isinstance(task, str) else list(task)
         if num_envs < 1 or len(tasks) != num_envs:
-            raise UserError(f"{len(tasks)} tasks for num_envs={num_envs}; expected one for each of at least 1")
+            raise UserError(
+                f"{len(tasks)} tasks for num_envs={num_envs}; expected one task per environment, and at least one "
+                "environment"
+            )
         layout_seed(split, 0)  # refuses a split that does not exist
         self.num_envs = num_envs
         self.split = split
@@ -136,7 +139,9 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
             if seeds[row] is not None or self._rngs[row] is None:
                 self._rngs[row] = np_random(seeds[row])[0]
         if not self._begun and not mask.all():
-            raise UserError("options['reset_mask'] chooses some environments, but none has begun yet; reset all first")
+            raise UserError(
+                "options['reset_mask'] chooses some environments, but none has begun yet; reset all environments first"
+            )
         infos = self._begin(np.flatnonzero(mask).tolist(), layouts)
         return self._look(), self._join(infos)
 
@@ -155,7 +160,9 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
             raise UserError(f"actions have the shape {given.shape}; expected {(self.num_envs, ACTION_SIZE)}")
         if not self._begun or (self.autoreset_mode is AutoresetMode.DISABLED and self._over.any()):
             row = int(np.argmax(self._over))
-            raise UserError(f"no episode runs in environment {row}; reset it first (options={{'reset_mask': bools}})")
+            raise UserError(
+                f"no episode is running in environment {row}; reset it first (options={{'reset_mask': bools}})"
+            )
         # NEXT_STEP: rows that ended in the last step begin in this one, with reward 0 and their action ignored
         ended = np.flatnonzero(self._over).tolist()
         rewards, flags = np.zeros(self.num_envs), np.zeros((2, self.num_envs), bool)
@@ -245,12 +252,12 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         wanted = options.pop("layout", None)
         if options:
             raise UserError(
-                f"unknown options of reset: {', '.join(map(str, options))}; there are layout and reset_mask, and the "
-                "split is given when the environment is made"
+                f"unknown options of reset: {', '.join(map(str, options))}; available: layout and reset_mask; the "
+                "split is set when the environment is created"
             )
         each = list(wanted) if isinstance(wanted, (Sequence, np.ndarray)) else [wanted] * self.num_envs
         if len(each) != self.num_envs:
-            raise UserError(f"layout is a list of {len(each)}; expected {self.num_envs}, one for each environment")
+            raise UserError(f"layout has {len(each)} entries; expected {self.num_envs}, one per environment")
         return [None if layout is None else int(layout) for layout in each]
 
     def _check_open(self) -> None:

@@ -1,4 +1,4 @@
-"""Videos of tabletop episodes for people: the presented scene from its own camera, with a caption."""
+"""Videos of tabletop episodes for human viewers: the presentation scene from its own camera, with a caption."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Caption:
 
 
 class VideoRenderer:
-    """Draws a scene as people see it: lights with shadows, materials, the camera `film`, and how the episode ended."""
+    """Draws a scene for human viewers: lights with shadows, materials, the camera `film`, and how the episode ended."""
 
     def __init__(self, scene: TabletopScene, size: tuple[int, int] = VIDEO_SIZE, backend: str | None = None) -> None:
         self._presented = PresentedScene(scene)

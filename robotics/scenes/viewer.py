@@ -82,9 +82,7 @@ class SceneViewer:
 def check_display() -> None:
     """Raise UserError with advice if no window can be opened."""
     if platform.system() == "Linux" and not any(os.environ.get(name) for name in ("DISPLAY", "WAYLAND_DISPLAY")):
-        raise UserError(
-            f"there is no display for a window: neither DISPLAY nor WAYLAND_DISPLAY is set. {WITHOUT_WINDOW}"
-        )
+        raise UserError(f"no display available: neither DISPLAY nor WAYLAND_DISPLAY is set. {WITHOUT_WINDOW}")
     try:
         import glfw
     except ImportError as error:
@@ -95,7 +93,7 @@ def check_display() -> None:
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         if not glfw.init():
-            why = ", ".join(str(reason.message) for reason in reasons) or "GLFW does not say why"
+            why = ", ".join(str(reason.message) for reason in reasons) or "GLFW gives no reason"
             raise UserError(f"no window can be opened on the display: {why}. {WITHOUT_WINDOW}")
 
 
@@ -104,6 +102,6 @@ MOST_LATE_S = 0.5
 LONGEST_STILL_S = 0.1
 """Maximum time between two images, however late they are."""
 WITHOUT_WINDOW = (
-    "Write a video instead, render_mode='rgb_array' or `mmrl sim play TASK --video film.mp4`, or give the machine a "
-    "display: ssh -X, or xvfb-run for a virtual one"
+    "Write a video instead, render_mode='rgb_array' or `mmrl sim play TASK --video film.mp4`, or provide a display: "
+    "ssh -X, or xvfb-run for a virtual one"
 )

@@ -1,4 +1,4 @@
-"""A policy behind a websocket that answers observations with chunks of actions, in the messages of openpi's client.
+"""A policy behind a websocket that responds to observations with chunks of actions, in openpi's client protocol.
 
 `mmrl serve RUN` opens a run or a policy folder and answers until Ctrl-C. Importing the package loads none of its
 modules: `from robotics.serving import PolicyServer, ServeConfig, open_served_policy`.

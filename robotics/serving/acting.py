@@ -30,7 +30,7 @@ ANY_SIDE = 64
 
 
 class PolicyActor:
-    """A policy that acts at the table, as evaluations of its run do."""
+    """A policy that acts at the table as in the evaluations of its run."""
 
     def __init__(
         self,
@@ -44,19 +44,22 @@ class PolicyActor:
         self._seed = seed
         policy, run = self._served.policy, self._served.about.get("sim", {})
         if run.get("kind", "tabletop") != "tabletop":
-            raise UserError(f"{folder} acts in the simulator {run['kind']}; only the tabletop tasks can be played")
+            raise UserError(f"{folder} was trained in the simulator {run['kind']}; only tabletop tasks can be played")
         if policy.action_size != ACTION_SIZE:
             raise UserError(
-                f"the actions of {folder} have {policy.action_size} entries; those at the table have {ACTION_SIZE}"
+                f"the actions of {folder} have {policy.action_size} entries, but tabletop actions have {ACTION_SIZE}"
             )
         views = self._served.format.views
         if views != len(run.get("views", ())):
-            raise UserError(f"{folder} sees {views + 1} cameras, but no run next to it names them; play it by its run")
+            raise UserError(
+                f"{folder} uses {views + 1} cameras, but there is no run next to it that lists them; pass the run "
+                "folder instead"
+            )
         self._n_action_steps = int(self._served.about.get("n_action_steps", policy.chunk))
         size, state_size = self._served.format.image_size, self._served.format.state_size
         if state_size not in (None, *STATES):
             known = ", ".join(f"{name} with {entries}" for entries, name in STATES.items())
-            raise UserError(f"{folder} reads a state of {state_size} entries; the tabletop has {known}")
+            raise UserError(f"{folder} reads a state of {state_size} entries, but the tabletop has {known}")
         self._state = STATES[state_size] if state_size is not None else ""
         table = RobotInterface(STATE_NAMES[: state_size or 0] or None, ACTION_NAMES, None, CONTROL_HZ)
         differences = self._served.format.interface.differences(table)

@@ -121,7 +121,7 @@ def printable(text: str) -> str:
 
 def _flattened(message: Mapping[Any, Any], start: str = "", level: int = 1) -> Iterator[tuple[str, Any]]:
     if level > MOST_LEVELS:
-        raise BadMessageError(f"the message has dictionaries inside one another, more than {MOST_LEVELS} deep")
+        raise BadMessageError(f"the message has dictionaries nested more than {MOST_LEVELS} deep")
     for key, value in message.items():
         if isinstance(key, str | bytes) and len(key) > LONGEST_NAME - len(start):
             raise BadMessageError(f"an entry's name is longer than {LONGEST_NAME} characters: {start}{key[:40]!r}...")
@@ -135,7 +135,7 @@ def _flattened(message: Mapping[Any, Any], start: str = "", level: int = 1) -> I
 def _encode(value: Any) -> Any:
     # arrays of objects hold pointers, which mean nothing elsewhere
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
-        raise TypeError(f"a message cannot hold {describe_value(value)}")
+        raise TypeError(f"a message cannot contain {describe_value(value)}")
     return {ARRAY: True, b"data": value.tobytes(), b"dtype": value.dtype.str, b"shape": value.shape}
 
 

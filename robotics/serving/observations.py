@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 UNITS = ("environment", "normalised")
 RATE_KEY = "control_hz"
-"""Entry in which a robot may say its control rate; the names of its state may come with `state_key` and `_names`."""
+"""Entry with the robot's control rate (optional); the names of its state entries can be sent as `state_key` plus
+`_names`."""
 LONGEST_PROMPT = 10_000
-"""Characters of an instruction."""
+"""Maximum number of characters of an instruction."""
 
 
 @dataclass
@@ -31,15 +32,16 @@ class ServeConfig:
     """Options of `mmrl serve`."""
 
     temperature: float = bounded(0.0, at_least=0)
-    """Spread of sampled actions; 0 = most likely actions, as in `greedy` evaluation."""
+    """Sampling temperature of actions; 0 = most likely actions, as in `greedy` evaluation."""
     seed: int = 0
     """Random seed for stochastic policies."""
     max_batch: int = bounded(8, at_least=1)
-    """Maximum number of waiting observations to answer in one call; 1 = one at a time."""
+    """Maximum number of waiting observations to process in one call; 1 = one at a time."""
     image_key: str = "observation/image"
     """Entry of a message with the camera image. Nested entries are joined with `/`."""
     view_keys: list[str] = field(default_factory=lambda: ["observation/wrist_image"])
-    """Entries with the images of further cameras, in the order expected by the policy; additional ones are ignored."""
+    """Entries with the images of additional cameras, in the order expected by the policy; superfluous ones are
+    ignored."""
     state_key: str = "observation/state"
     """Entry with the robot's state."""
     prompt_key: str = "prompt"
@@ -57,7 +59,8 @@ class ServeConfig:
         keys = (self.image_key, self.state_key, self.prompt_key, *self.view_keys)
         if len(set(keys)) < len(keys) or not all(keys):
             raise ValueError(
-                f"image_key, state_key, prompt_key and view_keys are {', '.join(map(repr, keys))}; name each entry once"
+                f"image_key, state_key, prompt_key and view_keys are {', '.join(map(repr, keys))}; the names must "
+                "differ"
             )
 
 
@@ -75,7 +78,7 @@ class ObservationFormat:
     def __post_init__(self) -> None:
         if self.views > len(self.config.view_keys):
             raise UserError(
-                f"the policy sees {self.views} cameras besides the first, but view_keys names "
+                f"the policy uses {self.views} cameras besides the first, but view_keys lists "
                 f"{len(self.config.view_keys)}: {', '.join(self.config.view_keys) or 'none'}"
             )
 
@@ -87,7 +90,9 @@ class ObservationFormat:
         for key in self._view_keys:
             view = self._image(message, key, problems)
             if view is not None and image is not None and view.shape[1:] != image.shape[1:]:
-                problems.append(f"{key} has the shape {view.shape[1:]}; expected {image.shape[1:]}, that of the image")
+                problems.append(
+                    f"{key} has the shape {view.shape[1:]}; expected {image.shape[1:]}, the shape of the image"
+                )
             elif view is not None:
                 views.append(view)
         state = self._state(message, problems)
@@ -95,7 +100,10 @@ class ObservationFormat:
         problems += self._contradictions(message)
         counts = {len(part) for part in (image, state, *views) if part is not None}
         if len(counts) > 1:
-            problems.append(f"some entries hold {self.past + 1} observations in a row and others one; send all alike")
+            problems.append(
+                f"some entries contain {self.past + 1} observations in a row and others only one; send the same "
+                "number for all"
+            )
         if problems:
             raise BadMessageError(f"{'; '.join(problems)}. The message has: {', '.join(message)[:500] or 'nothing'}")
         parts = {"images": image, "state": state, "views": np.stack(views, axis=1) if views else None}
@@ -145,7 +153,7 @@ class ObservationFormat:
         if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
             return [f"{self._names_key} is {describe_value(names)}; expected a list of texts"]
         if rate is not None and as_rate(rate) is None:
-            return [f"{RATE_KEY} is {describe_value(rate)}; expected control steps a second, above 0"]
+            return [f"{RATE_KEY} is {describe_value(rate)}; expected control steps per second, above 0"]
         robot = RobotInterface(state=None if names is None else tuple(names), control_hz=as_rate(rate))
         found = self.interface.differences(robot)
         return [text.format("what the policy was trained with", "the robot") for text in found.values()]
@@ -191,12 +199,12 @@ class ObservationFormat:
         value = message.get(key, self.config.prompt or None)
         if value is None:
             problems.append(
-                f"there is no {key}; expected a text, the instruction, unless the server has its own (prompt=)"
+                f"{key} is missing; expected the instruction as a text, unless the server has a default (prompt=)"
             )
         elif not isinstance(value, str):
             problems.append(f"{key} is {describe_value(value)}; expected a text")
         elif len(value) > LONGEST_PROMPT:
-            problems.append(f"{key} has {len(value)} characters; at most {LONGEST_PROMPT} are read")
+            problems.append(f"{key} has {len(value)} characters; at most {LONGEST_PROMPT} are allowed")
         return str(value)
 
     def _rows(
@@ -210,7 +218,7 @@ class ObservationFormat:
     ) -> NDArray[Any] | None:
         """An entry of `axes` axes, alone or P + 1 of them, as (n, ...); None and a line in `problems` if it is not."""
         value = message.get(key)
-        what = f"there is no {key}" if key not in message else f"{key} is {describe_value(value)}"
+        what = f"{key} is missing" if key not in message else f"{key} is {describe_value(value)}"
         if isinstance(value, np.ndarray):
             stacked = self.past and value.ndim == axes + 1 and len(value) == self.past + 1
             rows = value[None] if value.ndim == axes else value if stacked else None
@@ -222,7 +230,7 @@ class ObservationFormat:
         return None
 
     def _or_stacked(self, shape: str) -> str:
-        return f" or ({self.past + 1}, {shape}), the oldest first" if self.past else ""
+        return f" or ({self.past + 1}, {shape}), oldest first" if self.past else ""
 
     def _kind(self, dtype: str, *shape: int | None) -> dict[str, Any]:
         several = {"n_obs_steps": self.past + 1} if self.past else {}

@@ -36,7 +36,7 @@ SIM_FIELDS = ("kind", "env", "arm", "camera", "views", "state", "tasks")
 
 @dataclass(frozen=True)
 class ServedPolicy:
-    """A policy and what its answers depend on."""
+    """A policy and everything its responses depend on."""
 
     policy: ActionPolicy  # on its device, in evaluation mode
     format: ObservationFormat  # entries of a message that it reads
@@ -96,7 +96,7 @@ def open_served_policy(
         with foreign_run(folder / "config.yaml", allow=allow) as (entry, run):
             return _of_run(folder, entry, run, config, step)
     if step is not None:
-        raise UserError(f"--step is {step}, but {folder} is not a run folder: it holds no config.yaml")
+        raise UserError(f"--step is {step}, but {folder} is not a run folder: config.yaml not found")
     is_export = (folder / ABOUT_FILE).is_file()
     if is_saved_policy(folder):
         policy = open_policy(folder)
@@ -105,7 +105,7 @@ def open_served_policy(
         about: dict[str, Any] = {"source": str(folder)}
         about |= {name: exported[name] for name in ("recipe", "step") if name in exported}
         return _placed(served, make_accelerator(), about)
-    also = f"; the custom module that {ABOUT_FILE} names is served from its run folder" if is_export else ""
+    also = f"; the custom module in {ABOUT_FILE} must be served from its run folder" if is_export else ""
     raise UserError(f"{folder} is neither a run folder (config.yaml) nor a robot policy (policy.json){also}")
 
 
@@ -113,7 +113,9 @@ def _of_run(run_dir: Path, entry: RecipeEntry, run: Any, config: ServeConfig, st
     if not issubclass(type(run), RobotParts):
         folder = RobotParts.__module__.rpartition(".")[0]  # of the recipes that train robots
         kinds = ", ".join(row.name for row in RECIPES.values() if row.target.startswith(f"{folder}."))
-        raise UserError(f"{run_dir} is a run of the recipe {entry.name}; policies can be served of: {kinds}")
+        raise UserError(
+            f"{run_dir} is a run of the recipe {entry.name}; only policies of these recipes can be served: {kinds}"
+        )
     checkpoint = chosen_checkpoint(run_dir, step)
     model = checkpoint / "model"
     if run.trainer.threads:
@@ -138,8 +140,8 @@ def _users_policy(run: Any, model: Path) -> tuple[ActionPolicy, ImageSize, int |
     """A user's own module, whose sizes are those of the run's simulator."""
     if ":" not in run.model.kind:
         raise UserError(
-            f"{model} holds the weights of a custom module, but the run's model.kind is '{run.model.kind}' and "
-            "names no function that builds it; serve it from Python with robotics.serving.PolicyServer"
+            f"{model} contains the weights of a custom module, but the run's model.kind is '{run.model.kind}', not a "
+            "function that builds it; serve it from Python with robotics.serving.PolicyServer"
         )
     sim = open_sim(run.sim)
     try:

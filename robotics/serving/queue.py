@@ -1,4 +1,4 @@
-"""One policy for many robots: observations that wait at the same time are answered by one call of the policy."""
+"""One policy for many robots: observations that wait at the same time are processed in one call of the policy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QueuedChunk:
-    """A policy's answer to one observation."""
+    """A policy's response to one observation."""
 
     actions: NDArray[np.float32]  # (K, D)
     infer_ms: float  # duration of the call of the policy
@@ -38,7 +38,7 @@ class _Request:
 
     @property
     def shapes(self) -> list[torch.Size | None]:
-        """Shapes of the inputs; requests with equal ones can be batched."""
+        """Shapes of the inputs; requests with equal shapes can be batched."""
         parts = (getattr(self.inputs, name) for name in INPUT_SHAPES)
         return [None if part is None else part.shape for part in parts]
 
@@ -61,14 +61,14 @@ class PolicyQueue:
         self._thread = ThreadPoolExecutor(1, "policy")
 
     async def ask(self, inputs: PolicyInputs, generator: torch.Generator) -> QueuedChunk:
-        """Wait for the answer to one observation."""
+        """Wait for the response to one observation."""
         request = _Request(inputs, generator, asyncio.get_running_loop().create_future())
         self._waiting.append(request)
         self._filled.set()
         return await request.answer
 
     async def run(self) -> None:
-        """Answer observations until cancelled."""
+        """Respond to observations until cancelled."""
         loop = asyncio.get_running_loop()
         try:
             while True:

@@ -1,4 +1,4 @@
-"""A policy behind a websocket: sends metadata to each robot that connects, then answers its observations.
+"""A policy behind a websocket: sends metadata to each robot that connects, then responds to its observations.
 
 It uses the message format of openpi's server, so `openpi_client.WebsocketClientPolicy` works with it. The first message
 to a robot is the metadata. Each message from a robot is an observation; each answer is a dictionary with `actions`
@@ -47,21 +47,21 @@ LOGGER = logging.getLogger("mmrl")
 HOST, PORT = "127.0.0.1", 8000
 PROTOCOL = "openpi-client 0.1.2"
 FORMAT = 2
-"""Version of the metadata and of the entries of answers; incremented when the meaning of one changes."""
+"""Version of the metadata and of the response entries; incremented when the meaning of one changes."""
 CLOSE_TIMEOUT_S = 2.0
-ENDS = {1000: "left", 1001: "was sent away", 1006: "left without closing"}
-"""Log texts by close code; openpi's client never closes the connection, its program just ends."""
+ENDS = {1000: "left", 1001: "was disconnected by the server", 1006: "left without closing"}
+"""Log texts by close code; openpi's client never closes the connection; its process just ends."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PACKAGES = ("websockets", "msgpack")
 """Packages of the extra `serve`."""
 KEPT = 10_000
-"""Latest latencies from which quantiles are taken."""
+"""Number of latest latencies used for the quantiles."""
 MOST_REASONS = 50
 LINES_A_MINUTE = 100
 
 
 class PolicyServer:
-    """Answers robots until it is stopped.
+    """Serves robots until it is stopped.
 
         served = open_served_policy(Path("runs/tabletop-srpo"), ServeConfig())
         PolicyServer(served, port=8001).run()
@@ -96,7 +96,7 @@ class PolicyServer:
         self._metadata = pack(self._describe(_try_policy(served)))
 
     def run(self) -> None:
-        """Answer until Ctrl-C, SIGTERM or SIGHUP, unless the process ignores them.
+        """Serve until Ctrl-C, SIGTERM or SIGHUP, unless the process ignores them.
 
         Raises:
             RunStopped: one of them ended it.
@@ -127,7 +127,7 @@ class PolicyServer:
             self._loop.call_soon_threadsafe(self._stopping.set)
 
     async def serve(self, started: Callable[[], object] = lambda: None) -> None:
-        """Answer until `stop` is called; `started` is called when the server listens and `port` is its own."""
+        """Serve until `stop` is called; `started` is called once the server listens and `port` is known."""
         self._loop = asyncio.get_running_loop()
         self._stopping = asyncio.Event()
         self._queue = PolicyQueue(self._served)
@@ -136,9 +136,12 @@ class PolicyServer:
             versions = ", ".join(f"{name} {_version(name)}" for name in ("mmrl-suite", *PACKAGES))
             LOGGER.info("%s; protocol of %s, format %d", versions, PROTOCOL, FORMAT)
             place = f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-            LOGGER.info("serving at ws://%s, health at http://%s/healthz; Ctrl-C ends", place, place)
+            LOGGER.info("serving at ws://%s, health at http://%s/healthz; press Ctrl-C to stop", place, place)
             if not self._token and self.host not in (HOST, "localhost", "::1"):
-                LOGGER.warning("anyone who reaches %s can use the policy; --token TEXT asks clients for one", place)
+                LOGGER.warning(
+                    "anyone who can reach %s can use the policy; pass --token TEXT to require a token from clients",
+                    place,
+                )
             started()
             tasks = [asyncio.create_task(self._queue.run()), asyncio.create_task(self._log_regularly())]
             await self._stopping.wait()
@@ -167,8 +170,8 @@ class PolicyServer:
             )
         except (OSError, OverflowError) as error:
             taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            way = "another process has it; choose another --port, 0 for a free one" if taken else str(error)
-            raise UserError(f"cannot listen at {self.host}, port {self.port}: {way}") from error
+            way = "the port is already in use; choose another --port, or 0 for a free one" if taken else str(error)
+            raise UserError(f"cannot listen on {self.host}, port {self.port}: {way}") from error
 
     async def _talk(self, connection: ServerConnection) -> None:
         """Serve one connection."""
@@ -225,13 +228,15 @@ class PolicyServer:
         given = " ".join(request.headers.get_all("Authorization")).rpartition(" ")[2]
         # constant time, so that answers do not reveal how much of a token is right
         if self._token and not hmac.compare_digest(given.encode(), self._token.encode()):
-            return connection.respond(http.HTTPStatus.UNAUTHORIZED, "a token is needed: Authorization: Api-Key TOKEN\n")
+            return connection.respond(
+                http.HTTPStatus.UNAUTHORIZED, "a token is required: Authorization: Api-Key TOKEN\n"
+            )
         return None
 
     def _refuse(self, robot: _Robot, error: Exception) -> str:
         """Count and log an error, with a traceback if it is unexpected; returns the reply."""
         expected = isinstance(error, UserError | RunError)
-        what = "message refused" if isinstance(error, BadMessageError) else "the policy gave no answer"
+        what = "message rejected" if isinstance(error, BadMessageError) else "the policy gave no response"
         reason = " ".join(str(error).split())
         text = f"{what}: {reason}" if expected else f"{what}: {type(error).__name__}: {reason}"
         if self.counts.refuse(text) and not expected:
@@ -248,7 +253,7 @@ class PolicyServer:
             unused = self._served.format.unused(message)
             if unused:
                 what = ", ".join(unused)[:500]
-                self._lines.say(logging.INFO, f"{robot} sends {what}, which the policy does not read")
+                self._lines.say(logging.INFO, f"{robot} sends {what}, which the policy does not use")
         if prompt != robot.prompt:
             robot.prompt = prompt
             unknown = self._served.unknown_words(prompt)
@@ -288,7 +293,7 @@ class PolicyServer:
 
 
 class AnswerCounts:
-    """Counts answers and refusals, and keeps the latest latencies."""
+    """Counts responses and rejections, and keeps the latest latencies."""
 
     def __init__(self) -> None:
         self.answers = 0
@@ -298,32 +303,32 @@ class AnswerCounts:
         self._total_ms: deque[float] = deque(maxlen=KEPT)
 
     def add(self, infer_ms: float, total_ms: float, batch_size: int) -> None:
-        """Count an answer."""
+        """Count a response."""
         self.answers += 1
         self.rows += batch_size
         self._infer_ms.append(infer_ms)
         self._total_ms.append(total_ms)
 
     def refuse(self, reason: str) -> bool:
-        """Count a refusal; returns whether to log it: the first of each kind, with a limit on kinds."""
-        kind = reason if reason in self.refused or len(self.refused) < MOST_REASONS else "further reasons"
+        """Count a rejection; returns whether to log it: the first of each kind, with a limit on kinds."""
+        kind = reason if reason in self.refused or len(self.refused) < MOST_REASONS else "other reasons"
         self.refused[kind] += 1
         return self.refused[kind] == 1
 
     def summary(self) -> str:
-        """One line, such as `12 answers, 1 refused; policy median 4.1, 95% 5.0, largest 6.2 ms; with waiting ...`."""
-        text = f"{self.answers} answers"
+        """One line, such as `12 responses, 1 rejected; policy median 4.1, 95% 5.0, maximum 6.2 ms; in total ...`."""
+        text = f"{self.answers} responses"
         if self.refused:
-            text += f", {self.refused.total()} refused"
+            text += f", {self.refused.total()} rejected"
         if not self.answers:
             return text
-        batch = f"; {self.rows / self.answers:.1f} observations a call" if self.rows > self.answers else ""
-        return f"{text}; policy {_quantiles(self._infer_ms)}; in all {_quantiles(self._total_ms)}{batch}"
+        batch = f"; {self.rows / self.answers:.1f} observations per call" if self.rows > self.answers else ""
+        return f"{text}; policy {_quantiles(self._infer_ms)}; in total {_quantiles(self._total_ms)}{batch}"
 
 
 def _quantiles(values: deque[float]) -> str:
     middle, high, largest = np.quantile(values, [0.5, 0.95, 1.0])
-    return f"median {middle:.1f}, 95% {high:.1f}, largest {largest:.1f} ms"
+    return f"median {middle:.1f}, 95% {high:.1f}, maximum {largest:.1f} ms"
 
 
 class _Lines:
@@ -334,11 +339,11 @@ class _Lines:
         self._said = 0
 
     def say(self, level: int, text: str) -> None:
-        """Log a line, or leave it out."""
+        """Log a line, or suppress it."""
         minute = int(time.monotonic() // 60)
         if minute != self._minute:
             if self._said > LINES_A_MINUTE:
-                LOGGER.info("%d lines about robots left out", self._said - LINES_A_MINUTE)
+                LOGGER.info("%d log lines about robots suppressed", self._said - LINES_A_MINUTE)
             self._minute = minute
             self._said = 0
         self._said += 1
@@ -372,13 +377,13 @@ def _try_policy(served: ServedPolicy) -> QueuedChunk:
         return choose_chunks(served, served.format.example(), make_generator(served.config.seed, "serve"))[0]
     except UserError as error:
         hint = "" if served.config.temperature else "; a policy without greedy actions needs temperature=1"
-        raise UserError(f"the policy does not answer an observation of zeros: {error}{hint}") from error
+        raise UserError(f"the policy fails on an observation of zeros: {error}{hint}") from error
 
 
 def _asks_for_reset(message: dict[str, Any]) -> bool:
     endpoint = message.pop("endpoint", "infer")
     if not isinstance(endpoint, str) or endpoint not in ("infer", "reset"):
-        raise BadMessageError(f"endpoint is {describe_value(endpoint)}; there are: infer (or none), reset")
+        raise BadMessageError(f"endpoint is {describe_value(endpoint)}; must be infer (or missing) or reset")
     return endpoint == "reset"
 
 

@@ -1,4 +1,4 @@
-"""The simulation engine: renderers, fast images, many scenes at once, and simulators of other packages in workers.
+"""The simulation engine: renderers, fast images, many scenes at once, and third-party simulators in workers.
 
 `open_sim(SimConfig(...))` opens any of them as a `RobotSim`. The table scenes are in `robotics.scenes`. Importing this
 package does not import mujoco; that happens when a model is loaded or an image is rendered.

@@ -72,7 +72,7 @@ def require_backend(preferred: str | None = None) -> Backend:
     asked = f"MUJOCO_GL={os.environ['MUJOCO_GL']}" if "MUJOCO_GL" in os.environ else "MUJOCO_GL is not set"
     packages = " ".join(DEBIAN_PACKAGES.values())
     lines = [
-        f"no OpenGL renders on this machine without a screen ({asked})" + ("; tried:" if tried else ""),
+        f"no OpenGL renderer works on this machine without a screen ({asked})" + ("; tried:" if tried else ""),
         *tried,
         f"on Debian or Ubuntu: sudo apt-get install {packages}; states without images need no renderer",
     ]
@@ -141,14 +141,14 @@ def _candidates(preferred: str | None) -> tuple[str, ...]:
 
 def _check_name(name: str) -> None:
     if name not in CONTEXT_MODULES:
-        raise UserError(f"unknown renderer {name!r}; there are: {', '.join(CONTEXT_MODULES)}")
+        raise UserError(f"unknown renderer {name!r}; available: {', '.join(CONTEXT_MODULES)}")
 
 
 def _why(code: int, errors: str) -> str:
     lines = [line.strip() for line in errors.splitlines() if line.strip()]
     if code < 0:
         return f"crashed with {signal.Signals(-code).name}"
-    return lines[-1][:300] if lines else f"ended with code {code} without an image"
+    return lines[-1][:300] if lines else f"exited with code {code} without an image"
 
 
 CONTEXT_MODULES = {"egl": "mujoco.egl", "osmesa": "mujoco.osmesa", "glfw": "mujoco.glfw", "cgl": "mujoco.cgl"}

@@ -1,4 +1,4 @@
-"""The worker's side of `SubprocessSim`: one environment that resets, acts, draws and asks its expert on request.
+"""The worker's side of `SubprocessSim`: one environment that resets, acts, renders and queries its expert on request.
 
 A factory returns a `RowEnv` or a gymnasium.Env, which `gym_adapter.py` then wraps. A worker loads this file,
 `gym_adapter.py`, `recent.py`, `mmrl/workers/loading.py` and `mmrl/hub/foreign.py` by their paths in the environment's
@@ -24,7 +24,7 @@ import numpy as np
 def _load_file(path: str | Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, str(path))
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up while they are made.
     sys.modules[name] = module
@@ -59,7 +59,7 @@ class RowEnv(Protocol):
     state_size: int
     """Entries of the state."""
     image_size: tuple[int, int] | None
-    """(H, W) of `render`; None if it cannot draw."""
+    """(H, W) of `render`; None if it cannot render."""
     horizon: int
     """Control steps after which an episode is truncated."""
 
@@ -72,7 +72,7 @@ class RowEnv(Protocol):
         ...
 
     def reset(self, task: str, layout: int, split: str, seed: int) -> None:
-        """Begin an episode; equal arguments start from the same bits.
+        """Begin an episode; equal arguments give bit-identical initial states.
 
         With domain randomisation it also takes `draw: int | None`, None for the nominal scene, and the environment
         reports the draw with `domain_draw()`, as JSON.
@@ -101,7 +101,7 @@ class RowEnv(Protocol):
 
 
 class EnvService:
-    """Answers requests to one environment; counts control steps and truncates at the horizon."""
+    """Handles requests to one environment; counts control steps and truncates at the horizon."""
 
     def __init__(self, env: RowEnv, images: bool, end_at_success: bool) -> None:
         self._env = env
@@ -112,8 +112,8 @@ class EnvService:
         self._views: Sequence[str] = tuple(getattr(env, "views", ())) if images else ()
         if images and env.image_size is None:
             raise gym_adapter.EnvError(
-                "images were asked for, but the environment draws none; make it with render_mode='rgb_array', or ask "
-                "for none (sim.image_size=0)"
+                "images were requested, but the environment renders none; create it with render_mode='rgb_array', "
+                "or request no images (sim.image_size=0)"
             )
 
     def hello(self) -> dict[str, Any]:
@@ -146,7 +146,7 @@ class EnvService:
     def answer(
         self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Answer a request of kind reset, step_chunk, expert or render."""
+        """Handle a request of kind reset, step_chunk, expert or render."""
         if fields["kind"] == "reset":
             seen = self.reset(fields)
             return self._drawn(), seen
@@ -179,7 +179,7 @@ class EnvService:
         return {"drawn": found} if found else {}
 
     def step_chunk(self, actions: np.ndarray, record: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Act (K, A) until the chunk or the episode ends, or a number is not finite, which `diverged` then names.
+        """Act (K, A) until the chunk or the episode ends, or a number is not finite; `diverged` then reports it.
 
         Returns rewards (steps,), flags (3,) success, terminated and truncated, the last observation, the requested
         past while the episode continues, and frames (steps, H, W, 3) if recorded.

@@ -83,7 +83,7 @@ class ChunkResult:
     terminated: NDArray[np.bool_]
     """(L,) whether the task itself ended the episode, with or without success."""
     truncated: NDArray[np.bool_]
-    """(L,) whether a time limit cut it off: the horizon, or one of the environment's own."""
+    """(L,) whether a time limit cut it off: the horizon, or the environment's own limit."""
     failed: NDArray[np.bool_]
     """(L,) whether the environment failed: raised, hung, died or diverged."""
     observation: RobotObservation
@@ -197,7 +197,7 @@ class RobotSim(Protocol):
         ...
 
     def describe(self) -> Mapping[str, Any]:
-        """Everything that a measured number depends on: renderer, versions, horizon, camera, control rate."""
+        """Everything that a measurement depends on: renderer, versions, horizon, camera, control rate."""
         ...
 
     def close(self) -> None:

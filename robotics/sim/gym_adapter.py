@@ -88,14 +88,14 @@ class GymRow:
         expert: Callable[[Any], Any] | None = None,
     ) -> None:
         if fit not in FITS:
-            raise EnvError(f"fit is {fit!r}; there are {' and '.join(FITS)}")
+            raise EnvError(f"fit is {fit!r}; must be {' or '.join(FITS)}")
         self._fit = fit
         self._camera_size = (0, 0)
         spec = getattr(env, "spec", None)
         self._env, self._low, self._high = env, *_bounds(env.action_space)
         self.action_integer = np.dtype(env.action_space.dtype).kind != "f"
         if control_hz is not None and not (np.isfinite(control_hz) and control_hz > 0):
-            raise EnvError(f"control_hz is {control_hz}; expected control steps a second, above 0")
+            raise EnvError(f"control_hz is {control_hz}; expected control steps per second, above 0")
         if expert is not None:
             self.expert = partial(self._expert_action, expert)  # its presence shows a worker that there is an expert
         # robosuite's wrappers unwrap to objects that are not Gymnasium environments
@@ -175,9 +175,10 @@ class GymRow:
         # raised at the end of the first episode, before a run counts every episode as a failure
         if not self._success_known and (terminated or truncated or self._elapsed >= self.horizon):
             raise EnvError(
-                f"{self._name}: an episode has ended and info said nothing of success, it has: "
-                f"{', '.join(sorted(info)) or 'nothing'}. Name the entry that does (success_key) or the reward of a "
-                f"control step that means it (success_reward); success_key='' if only the reward is to count"
+                f"{self._name}: an episode has ended, but info does not report success; it has: "
+                f"{', '.join(sorted(info)) or 'nothing'}. Set success_key to the entry that reports success, or "
+                "success_reward to the reward of a control step that means success; use success_key='' if only the "
+                "reward should count"
             )
         return float(reward), success, terminated, truncated
 
@@ -214,7 +215,7 @@ class GymRow:
         return self._resized(self._raw_image())
 
     def render_views(self) -> np.ndarray:
-        """(V, H, W, 3) images of the further cameras."""
+        """(V, H, W, 3) images of the additional cameras."""
         return np.stack([self._resized(self._raw_view(name)) for name in self.views])
 
     def _resized(self, image: np.ndarray) -> np.ndarray:
@@ -253,17 +254,18 @@ class GymRow:
         for name in self.views:
             if not draws and name not in others:
                 raise EnvError(
-                    f"{self._name} has no further camera {name!r}. Its observation has the images "
-                    f"{', '.join(others) or 'none'} besides the policy's, and it has no method policy_image(camera)"
+                    f"{self._name} has no additional camera {name!r}. Apart from the policy's image, its observation "
+                    f"has the images {', '.join(others) or 'none'}, and it has no method policy_image(camera)"
                 )
             try:
                 shape = self._resized(self._raw_view(name)).shape
             except Exception as error:
-                raise EnvError(f"{self._name} does not draw the camera {name!r}: {error}") from error
+                raise EnvError(f"{self._name} cannot render the camera {name!r}: {error}") from error
             if self.image_size is not None and shape != (*self.image_size, 3):
                 raise EnvError(
                     f"the camera {name!r} of {self._name} has images of the shape {shape}; expected "
-                    f"{(*self.image_size, 3)}, that of the policy's image; set a size to which all are resized"
+                    f"{(*self.image_size, 3)}, the shape of the policy's image; set a size to which all images are "
+                    "resized"
                 )
 
     def _raw_image(self) -> np.ndarray:
@@ -383,15 +385,16 @@ def _listed_names(about: Mapping[str, Any], entry: str, size: int) -> list[str] 
     if names is None:
         return None
     if isinstance(names, str) or len(names) != size or len(set(map(str, names))) != size:
-        raise EnvError(f"metadata[{entry!r}] is {names!r}; expected {size} different names, one for each entry")
+        raise EnvError(f"metadata[{entry!r}] is {names!r}; expected {size} different names, one per entry")
     return [str(name) for name in names]
 
 
 def _bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
     if type(space).__name__ != "Box":
         raise EnvError(
-            f"actions are {space}; only a Box of continuous actions is understood. Wrap the environment so that its "
-            "actions are a Box, for discrete ones for instance a preference each of which the largest is taken"
+            f"the action space is {space}; only a Box of continuous actions is supported. Wrap the environment so "
+            "that its action space is a Box; for discrete actions, this can be one preference per action, of which "
+            "the largest is chosen"
         )
     # float64: bounds of float32 Boxes are scaled without further rounding
     low, high = np.ravel(space.low).astype(np.float64), np.ravel(space.high).astype(np.float64)
@@ -402,17 +405,20 @@ def _bounds(space: Any) -> tuple[np.ndarray, np.ndarray]:
     if not bounded.all():
         entry = int(np.flatnonzero(~bounded)[0])
         raise EnvError(
-            f"actions are {space}; every entry needs finite bounds to be scaled from -1..1, entry {entry} has "
-            f"{low[entry]:g} to {high[entry]:g}. Give the Box the robot's own limits, for instance by a wrapper"
+            f"the action space is {space}; every entry needs finite bounds to be scaled from -1..1, but entry "
+            f"{entry} has {low[entry]:g} to {high[entry]:g}. Set the Box to the robot's own limits, for instance "
+            "with a wrapper"
         )
     if whole and max(np.abs(low).max(), np.abs(high).max()) > MOST_WHOLE:
         raise EnvError(
-            f"actions are {space}, whole numbers beyond {MOST_WHOLE}, up to which float32, in which policies act, has "
-            "every one; wrap the environment so that its actions are a Box of floats"
+            f"the action space is {space}, with integers beyond {MOST_WHOLE}, which float32 (used by policies) "
+            "cannot represent exactly; wrap the environment so that its action space is a Box of floats"
         )
     if (low > high).any():
         entry = int(np.flatnonzero(low > high)[0])
-        raise EnvError(f"actions are {space}; entry {entry} has a low of {low[entry]:g} above its high {high[entry]:g}")
+        raise EnvError(
+            f"the action space is {space}; entry {entry} has a low of {low[entry]:g} above its high of {high[entry]:g}"
+        )
     return low, high
 
 
@@ -435,7 +441,7 @@ def _split_keys(
     """Keys of state and image; "" if the whole observation is an image."""
     if type(space).__name__ != "Dict":
         if state_keys is not None or image_key is not None:
-            raise EnvError(f"observations are {space}; state_keys and image_key are for a Dict")
+            raise EnvError(f"observations are {space}; state_keys and image_key only apply to a Dict")
         return None, "" if _has_channels(space) else None
     parts = space.spaces
     for key in [*(state_keys or ()), *([image_key] if image_key else ())]:
@@ -445,8 +451,9 @@ def _split_keys(
     images = [key for key in _image_forms(parts) if _has_channels(parts[key])]
     if image_key and image_key not in _image_forms(parts):
         raise EnvError(
-            f"image_key {image_key!r} is {parts[image_key]}; an image is a Box of uint8, 0 to 255, or of floats, 0 to "
-            f"1, of the shape (H, W, 3) or (3, H, W), grey ones also (H, W). There are: {', '.join(images) or 'none'}"
+            f"image_key {image_key!r} is {parts[image_key]}; an image is a Box of uint8, 0 to 255, or of floats, 0 "
+            "to 1, of the shape (H, W, 3) or (3, H, W), or (H, W) for grey images. Available: "
+            f"{', '.join(images) or 'none'}"
         )
     # the user's choice may be grey; the automatic one never is, as a grey image may be a table
     image = image_key or (images[0] if images else None)
@@ -455,7 +462,7 @@ def _split_keys(
     for key in chosen:
         if any(_has_channels(leaf) for leaf in _inner_spaces(parts[key])):
             raise EnvError(
-                f"the entry {key!r} of the state holds an image; leave it out with state_keys, or wrap the "
+                f"the entry {key!r} of the state contains an image; exclude it with state_keys, or wrap the "
                 "environment so that the image is a separate entry"
             )
     return chosen, image
@@ -482,7 +489,7 @@ def _inner_spaces(space: Any) -> list[Any]:
 def _horizon(asked: int | None, spec: Any) -> int:
     horizon = asked if asked is not None else getattr(spec, "max_episode_steps", None)
     if horizon is None or horizon < 1:
-        raise EnvError(f"horizon is {horizon}; the environment names none, so give one of at least 1")
+        raise EnvError(f"horizon is {horizon}; the environment has no horizon of its own, so set one of at least 1")
     return int(horizon)
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Look:
-    """One scene after a control step, delayed where its variant has an observation delay."""
+    """One scene after a control step, delayed if its variant has an observation delay."""
 
     measured: NDArray[np.float64]  # (nsensordata,)
     frame: NDArray[np.uint8] | None  # (H, W, 3) RGB
@@ -46,11 +46,11 @@ class SceneObservation:
     frames: NDArray[np.uint8] | None  # (R, H, W, 3) RGB, delayed as `measured`; None without images
     views: NDArray[np.uint8] | None = None  # (R, V, H, W, 3) RGB of the further cameras, delayed too
     earlier: list[list[Look]] = field(default_factory=list)
-    """R lists with the last control steps of the chunk, at most the past's, the oldest first; empty where the episode
-    has ended. No lists without a past, and none at the beginning of an episode."""
+    """R lists with the last control steps of the chunk, at most the past's, oldest first; empty if the episode has
+    ended. There are no lists without a past, nor at the beginning of an episode."""
 
     def of(self, scenes: ArrayLike) -> SceneObservation:
-        """Rows of some scenes (ascending numbers) without `earlier`; shares memory where it is all of them."""
+        """Rows of some scenes (ascending numbers) without `earlier`; shares memory if these are all scenes."""
         wanted = np.asarray(scenes, np.int64)
         if np.array_equal(wanted, self.scenes):
             return self
@@ -105,11 +105,13 @@ class RobotInterface:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Read the file of a policy's folder; raises UserError if it holds something else."""
+        """Read the file of a policy's folder; raises UserError if it contains something else."""
         entries = read_json_object(path)
         unknown = sorted(set(entries) - {"state", "actions", "cameras", "control_hz"})
         if unknown:
-            raise UserError(f"{path} has {', '.join(unknown)}; known are state, actions, cameras and control_hz")
+            raise UserError(
+                f"{path} has unknown entries {', '.join(unknown)}; known: state, actions, cameras and control_hz"
+            )
         names: dict[str, Any] = {}
         for name in ("state", "actions", "cameras"):
             found = entries.get(name)
@@ -118,7 +120,7 @@ class RobotInterface:
             names[name] = None if found is None else tuple(found)
         rate = entries.get("control_hz")
         if rate is not None and as_rate(rate) is None:
-            raise UserError(f"{path}: control_hz is {rate!r:.80}; expected control steps a second above 0, or null")
+            raise UserError(f"{path}: control_hz is {rate!r:.80}; expected control steps per second above 0, or null")
         return cls(control_hz=as_rate(rate), **names)
 
     def as_dict(self) -> dict[str, Any]:
@@ -136,9 +138,11 @@ class RobotInterface:
         cameras = zip(self.cameras or (), other.cameras or (), strict=False)
         wrong = [(own, theirs) for own, theirs in cameras if own and theirs and own != theirs]
         if wrong:
-            found["cameras"] = f"where {{0}} has the camera {wrong[0][0]!r}, {{1}} has {wrong[0][1]!r}"
+            found["cameras"] = f"{{0}} has the camera {wrong[0][0]!r} in a position where {{1}} has {wrong[0][1]!r}"
         if self.control_hz and other.control_hz and not same_rate(self.control_hz, other.control_hz):
-            found["control_hz"] = f"{{0}} has {self.control_hz:g} control steps a second, {{1}} {other.control_hz:g}"
+            found["control_hz"] = (
+                f"{{0}} has {self.control_hz:g} control steps per second, {{1}} has {other.control_hz:g}"
+            )
         return found
 
     def unnamed_in(self, other: RobotInterface) -> list[str]:
@@ -192,7 +196,7 @@ def _names(found: Any, size: int) -> tuple[str, ...] | None:
 
 def _first_difference(own: tuple[str, ...], theirs: tuple[str, ...], what: str) -> str:
     if len(own) != len(theirs):
-        return f"{what} of {{0}} has {len(own)} entries, that of {{1}} {len(theirs)}"
+        return f"{what} of {{0}} has {len(own)} entries, but {len(theirs)} in {{1}}"
     place = next(index for index, (one, other) in enumerate(zip(own, theirs, strict=True)) if one != other)
-    order = ", the same names in another order" if set(own) == set(theirs) else ""
+    order = ", with the same names in a different order" if set(own) == set(theirs) else ""
     return f"entry {place} of {what} is {own[place]!r} in {{0}} and {theirs[place]!r} in {{1}}{order}"

@@ -26,36 +26,38 @@ class SimConfig:
     """tabletop, gymnasium, libero, metaworld, robosuite, gymnasium_robotics, or module:function that returns a
     `RobotSim`."""
     tasks: list[str] = field(default_factory=list)
-    """Tasks that the simulator offers; empty = reach (tabletop), all of them (libero, metaworld), Lift (robosuite),
-    FetchReach-v4 (gymnasium_robotics); the last two run one task."""
+    """Tasks of the simulator; empty = reach (tabletop), all tasks (libero, metaworld), Lift (robosuite), FetchReach-v4
+    (gymnasium_robotics). robosuite and gymnasium_robotics run a single task."""
     image_size: int = bounded(64, at_least=0)
-    """Side of the images in pixels; 0 = none. Those of gymnasium are resized by averaging areas; a camera that is not
-    square gets black bars, or is stretched with `fit: stretch` in options.adapter."""
+    """Side length of the images in pixels; 0 = no images. gymnasium: images are resized by area averaging; non-square
+    images get black bars, or are stretched with `fit: stretch` in options.adapter."""
     camera: str = rare("")
-    """Camera of the images; empty = front (tabletop), the suite's usual one. gymnasium, gymnasium_robotics: none."""
+    """Camera of the images; empty = front (tabletop) or the suite's usual camera. Not available for gymnasium and
+    gymnasium_robotics."""
     views: list[str] = rare(field(default_factory=list))
-    """Further cameras, in the order in which the policy sees them, such as [wrist] (tabletop) or [robot0_eye_in_hand]
-    (libero); their images have the same size. gymnasium: entries of the observation that are images, or cameras of an
-    environment with a method `policy_image(camera)`, such as the tabletop's. gymnasium_robotics: none."""
+    """Additional cameras in the order expected by the policy, such as [wrist] (tabletop) or [robot0_eye_in_hand]
+    (libero), with the same image size. gymnasium: image entries of the observation, or cameras of an environment with a
+    method `policy_image(camera)`, such as the tabletop's. Not available for gymnasium_robotics."""
     horizon: int = bounded(0, at_least=0)
     """Control steps after which an episode is truncated; 0 = the task's own horizon."""
     workers: int = bounded(0, at_least=0)
-    """Threads (tabletop) or processes; 0 = one for each usable core."""
+    """Number of threads (tabletop) or processes; 0 = one per usable core."""
     arm: str = rare("panda")
     """tabletop: panda or ur5e."""
     state: str = rare("proprio")
-    """tabletop: proprio, the robot's own state, or full, with the poses of all pieces."""
+    """tabletop: proprio = the robot's own state; full = also the poses of all pieces."""
     physics: str = rare(only_with(choice("mujoco", ("mujoco", "warp")), kind="tabletop"))
-    """tabletop: mujoco, in threads on the CPU, or warp, all episodes of a task together on a GPU."""
+    """tabletop: mujoco = in threads on the CPU; warp = all episodes of a task together on a GPU."""
     env: str = rare("")
-    """gymnasium: id of a registered environment, with a prefix `module:` for the module that registers it, or
+    """gymnasium: id of a registered environment (prefixed with `module:` for the module that registers it), or
     module:function or file.py:function that returns an environment."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further options of the simulator, such as suite, held_out_states and shadows; gymnasium: arguments of the
-    environment, with those of its adapter under `adapter`. Time limits and the like of the processes are `settings`."""
+    """Other options of the simulator, such as suite, held_out_states and shadows. gymnasium: arguments of the
+    environment, with the adapter's arguments under `adapter`. Settings of the processes, such as time limits, are under
+    `settings`."""
     randomization: RandomizationConfig = rare(field(default_factory=RandomizationConfig))
-    """Domain randomisation of tabletop, and of gymnasium where the environment takes an argument `randomization`, as
-    the tabletop's do (robotics.scenes.registration:mmrl/Push-v0)."""
+    """Domain randomisation: for tabletop, and for gymnasium if the environment takes an argument `randomization`, as
+    the tabletop's environments do (robotics.scenes.registration:mmrl/Push-v0)."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises ValueError."""
@@ -67,28 +69,29 @@ class SimConfig:
         problems = (
             (
                 (kind == "gymnasium") != bool(self.env),
-                f"sim.env is '{self.env}' with sim.kind {kind}; gymnasium needs it, others have none",
+                f"sim.env is '{self.env}' with sim.kind {kind}; sim.env is required for gymnasium and not used "
+                "otherwise",
             ),
             (
                 self.camera and kind in WITHOUT_CAMERAS,
                 f"sim.camera is '{self.camera}', but {kind} has no choice of cameras; leave it empty",
             ),
-            (self.views and not self.image_size, f"{views} with sim.image_size 0, which is no images; set a size"),
+            (self.views and not self.image_size, f"{views}, but sim.image_size is 0 (no images); set a size"),
             (
                 self.views and kind == "gymnasium_robotics",
-                f"{views}, but {kind} has one camera; leave it empty",
+                f"{views}, but {kind} has only one camera; leave it empty",
             ),
             (
                 doubled,
-                f"{views} with sim.camera '{self.camera}'; name each camera once, '{''.join(doubled[:1])}' is there "
-                "twice or empty",
+                f"{views} with sim.camera '{self.camera}'; list each camera once; '{''.join(doubled[:1])}' is "
+                "repeated or empty",
             ),
             (
                 active,
-                f"sim.randomization has {active} with sim.kind {kind}; there is domain randomisation for tabletop and "
-                "gymnasium",
+                f"sim.randomization has {active} with sim.kind {kind}; only tabletop and gymnasium support domain "
+                "randomisation",
             ),
-            (taken, f"sim.options has {', '.join(taken)}; set {fields}"),
+            (taken, f"sim.options has {', '.join(taken)}; set {fields} instead"),
         )
         for wrong, message in problems:
             if wrong:
@@ -118,7 +121,7 @@ def open_sim(config: SimConfig) -> RobotSim:
         sim.close()
         raise UserError(
             f"sim.views is [{', '.join(config.views)}], but the simulator of {config.kind} observes "
-            f"[{', '.join(views_of(sim))}]; its attribute `views` names them"
+            f"[{', '.join(views_of(sim))}]; list them in its attribute `views`"
         )
     return sim
 

@@ -44,7 +44,7 @@ class LightRanges:
     position_m: float = bounded(0.0, at_least=0, unit="m")
     """Maximum shift of each lamp along each axis."""
     direction_rad: float = bounded(0.0, at_least=0, at_most=1.0, unit="rad")
-    """Maximum turn of each lamp about each axis."""
+    """Maximum rotation of each lamp about each axis."""
     brightness: list[float] = bounded(SAME, at_least=0, length=2, unit="shares of the nominal")
     """Minimum and maximum factor of all light."""
     colour: float = bounded(0.0, at_least=0, at_most=1, unit="shares of the nominal")
@@ -58,7 +58,7 @@ class CameraRanges:
     position_m: float = bounded(0.0, at_least=0, unit="m")
     """Maximum shift along each axis of the body that the camera is fixed to."""
     rotation_rad: float = bounded(0.0, at_least=0, at_most=1.0, unit="rad")
-    """Maximum turn about each axis of the camera."""
+    """Maximum rotation about each axis of the camera."""
     fovy_deg: float = bounded(0.0, at_least=0, at_most=30, unit="degrees")
     """Maximum change of the vertical field of view."""
 
@@ -68,7 +68,7 @@ class ColourRanges:
     """Maximum change of each channel (red, green, blue in 0..1), drawn separately for each thing."""
 
     pieces: float = bounded(0.0, at_least=0, at_most=1, unit="shares of full brightness")
-    """Cubes, places and the cabinet; instructions name colours, so keep it small."""
+    """Cubes, target places and the cabinet; instructions refer to colours, so keep it small."""
     robot: float = bounded(0.0, at_least=0, at_most=1, unit="shares of full brightness")
     """The whole arm."""
     surroundings: float = bounded(0.0, at_least=0, at_most=1, unit="shares of full brightness")
@@ -92,13 +92,13 @@ class NoiseLevels:
     position_m: float = bounded(0.0, at_least=0, unit="m")
     """Measured x, y, z of the grip."""
     yaw_rad: float = bounded(0.0, at_least=0, unit="rad")
-    """Measured turn of the grip."""
+    """Measured rotation of the grip."""
     opening_m: float = bounded(0.0, at_least=0, unit="m")
     """Measured opening of the gripper."""
     pieces_m: float = rare(bounded(0.0, at_least=0, unit="m"))
     """Measured positions of the pieces and travel of the drawer, if the full state is observed."""
     pieces_rad: float = rare(bounded(0.0, at_least=0, unit="rad"))
-    """Measured turns of the pieces."""
+    """Measured rotations of the pieces."""
     image: float = bounded(0.0, at_least=0, at_most=255, unit="grey levels of 255")
     """Each channel of each pixel of observed images."""
 
@@ -121,8 +121,8 @@ class RandomizationConfig:
     textures: TextureRanges = field(default_factory=TextureRanges)
     """Patterns on table and floor."""
     friction: list[float] = bounded(SAME, above=0, length=2, unit="shares of the nominal")
-    """Minimum and maximum factor of all friction coefficients. All share one factor, because a contact uses the larger
-    coefficients of its two sides."""
+    """Minimum and maximum factor of all friction coefficients. All coefficients share one factor, because a contact
+    uses the larger coefficients of its two sides."""
     mass: list[float] = bounded(SAME, above=0, length=2, unit="shares of the nominal")
     """Minimum and maximum factor of the mass and inertia of each piece."""
     servo_gain: list[float] = bounded(SAME, above=0, length=2, unit="shares of the nominal")
@@ -143,7 +143,9 @@ class RandomizationConfig:
         ranges["lights.brightness"] = self.lights.brightness
         for name, (low, high) in ranges.items():
             if low > high:
-                raise UserError(f"randomization.{name} is [{low}, {high}]; the first number is the least, so swap them")
+                raise UserError(
+                    f"randomization.{name} is [{low}, {high}]; the first number must be the smaller one, so swap them"
+                )
 
     def active(self) -> list[str]:
         """Names of the parts that are on."""
@@ -155,7 +157,9 @@ class Stream:
 
     def __init__(self, seed: int, episode: EpisodeSpec) -> None:
         if not isinstance(episode.draw, Integral) or episode.draw < 0:
-            raise UserError(f"draw is {episode.draw!r}; it must be a whole number of at least 0, or None for nominal")
+            raise UserError(
+                f"draw is {episode.draw!r}; it must be a whole number of at least 0, or None for the nominal scene"
+            )
         # everything that an episode's draw depends on, and nothing else
         self._key: str = f"{seed}|{episode.task}|{episode.split}|{episode.layout}|{episode.draw}"
 

@@ -50,7 +50,7 @@ class RenderSettings:
     camera: str | int = FREE_CAMERA
     """Name or id of a camera of the model; -1 is the free camera at its default pose."""
     views: tuple[str | int, ...] = ()
-    """Further cameras, whose images of the same size `ImageRollout` draws too."""
+    """Additional cameras, which `ImageRollout` also renders at the same size."""
     shadows: bool = False
     """Draw shadows."""
     multisampling: bool = False
@@ -410,12 +410,14 @@ def _free_context(gl: Any, mjr: Any, owner: int) -> None:
 
 
 def check_cameras(model: mujoco.MjModel, cameras: Sequence[str | int]) -> None:
-    """Check that a model has cameras, and that each is named once; raises UserError."""
+    """Check that a model has the cameras, and that each is listed once; raises UserError."""
     for camera in cameras:
         _find_camera(model, camera)
     doubled = sorted({str(camera) for camera in cameras if list(cameras).count(camera) > 1})
     if doubled:
-        raise UserError(f"the camera {doubled[0]} is named twice: {', '.join(map(str, cameras))}; each is drawn once")
+        raise UserError(
+            f"the camera {doubled[0]} is listed twice: {', '.join(map(str, cameras))}; list each camera once"
+        )
 
 
 def _find_camera(model: mujoco.MjModel, camera: str | int) -> Any:
@@ -424,7 +426,9 @@ def _find_camera(model: mujoco.MjModel, camera: str | int) -> Any:
     names = [model.camera(number).name for number in range(model.ncam)]
     number = names.index(camera) if camera in names else camera
     if isinstance(number, str) or not FREE_CAMERA <= number < model.ncam:
-        raise UserError(f"the model has no camera {camera!r}; it has: {', '.join(names) or 'none'}; -1 is the free one")
+        raise UserError(
+            f"the model has no camera {camera!r}; it has: {', '.join(names) or 'none'}; -1 is the free camera"
+        )
     found = mujoco.MjvCamera()
     found.fixedcamid = number
     if number == FREE_CAMERA:

@@ -136,7 +136,7 @@ class ImageRollout:
         return len(self._data)
 
     def data(self, scene: int) -> mujoco.MjData:
-        """State of a scene after the last call; what is written to it counts from the next call on."""
+        """State of a scene after the last call; changes to it take effect in the next call."""
         return self._data[scene]
 
     def reset(self, seeds: Sequence[int], variants: Sequence[Variant | None] = (), past: int = 0) -> SceneObservation:
@@ -257,7 +257,7 @@ class ImageRollout:
 
     def _check(self, controls: NDArray[np.float64]) -> None:
         if not len(self.live):
-            raise UserError("no scene is live; reset first")
+            raise UserError("all episodes have ended; call reset() first")
         expected = (len(self.live), self.model.nu)
         if controls.ndim != 3 or (controls.shape[0], controls.shape[2]) != expected or controls.shape[1] < 1:
             raise UserError(

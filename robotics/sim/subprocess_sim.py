@@ -53,17 +53,17 @@ class SubprocessSettings(RowLimits):
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of the factory; JSON."""
     adapter: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of gym_adapter.GymRow, where the factory returns a gymnasium.Env."""
+    """Keyword arguments of gym_adapter.GymRow, if the factory returns a gymnasium.Env."""
     workers: int = bounded(2, at_least=1)
-    """Processes, one episode each at a time."""
+    """Number of processes; each runs one episode at a time."""
     images: bool = True
-    """Whether observations carry an image."""
+    """Whether observations include an image."""
     renderer: str | None = None
-    """egl, osmesa, glfw or cgl; the first that works when None."""
+    """egl, osmesa, glfw or cgl. Default: the first that works."""
     end_at_success: bool = True
-    """Whether success ends an episode where the environment itself continues."""
+    """Whether success ends an episode even if the environment itself continues."""
     call_timeout_s: float = bounded(120.0, above=0)
-    """Seconds for a chunk of actions."""
+    """Time limit in seconds for a chunk of actions."""
 
     def validate(self) -> None:
         """Check that the environment's options are JSON; raises UserError."""
@@ -99,7 +99,7 @@ class SubprocessSim(RowPool[Message]):
         problem = problem_in_hello(self._hello)
         if problem:
             self._pool.close()
-            raise RunError(f"the environment {settings.factory} describes itself wrongly: {problem}")
+            raise RunError(f"the environment {settings.factory} reports an invalid description: {problem}")
         self.action_size = self._hello["action_size"]
         self.state_size = self._hello["state_size"]
         self.horizon = self._hello["horizon"]
@@ -109,23 +109,23 @@ class SubprocessSim(RowPool[Message]):
         # None if the run asks for no images, although the environment can draw
         self.image_size = self._frame_size if settings.images else None
         self.views: tuple[str, ...] = tuple(self._hello.get("views", ()))
-        """Names of the further cameras."""
+        """Names of the additional cameras."""
         self.action_bounds: Sequence[Sequence[float]] | None = self._hello.get("action_bounds") or None
-        """Values of -1 and 1 in the environment's units, A numbers each; None if unknown."""
+        """Values that correspond to -1 and 1 in the environment's units, A numbers each; None if unknown."""
         if self.renderer is not None and self.renderer.on_cpu and self._hello.get("shadow_lights"):
             _say_shadows(settings.factory, self._hello["shadow_lights"], self.renderer)
         self.image_fit = _say_fit(settings.factory, self._hello.get("fitted_camera"))
-        """How images of a camera that is not square were fitted, pad or stretch; None if nothing was."""
+        """How non-square images were fitted, pad or stretch; None if they were not."""
         self.action_integer = bool(self._hello.get("action_integer"))
         """Whether the environment's own units are whole numbers."""
         self.state_names: Sequence[str] = self._hello.get("state_names") or ()
-        """Names of the entries of the state; empty where unknown."""
+        """Names of the entries of the state; empty if unknown."""
         self.action_names: Sequence[str] = self._hello.get("action_names") or ()
-        """Names of the entries of an action; empty where unknown."""
+        """Names of the entries of an action; empty if unknown."""
         self.camera = str(self._hello.get("camera") or "")
-        """Name of the camera of the images; empty where unknown."""
+        """Name of the camera of the images; empty if unknown."""
         self.control_hz: float | None = self._hello.get("control_hz")
-        """Control steps a second; None if unknown."""
+        """Control steps per second; None if unknown."""
 
     @property
     def live(self) -> NDArray[np.int64]:
@@ -194,14 +194,16 @@ class SubprocessSim(RowPool[Message]):
             RunError: the row failed.
         """
         if not 0 <= row < self._begun or self._frame_size is None:
-            raise UserError(f"there is no image of row {row}: {self._begun} rows, images {self._frame_size}")
+            raise UserError(
+                f"no image of row {row}: there are {self._begun} rows, and the image size is {self._frame_size}"
+            )
         answer = self.ask({row: Request({"kind": "render"})})[row]
         if isinstance(answer, WorkerFailure):
             raise RunError(f"row {row} {answer.kind}: {answer.reason}\n{answer.evidence}")
         return answer.arrays["image"]
 
     def describe(self) -> Mapping[str, Any]:
-        """Everything that a measured number depends on."""
+        """Everything that a measurement depends on."""
         settings = self._settings
         return {
             "simulator": PurePath(settings.factory).name,  # wherever the file lies
@@ -217,38 +219,38 @@ class SubprocessSim(RowPool[Message]):
         }
 
     def error(self, what: str, failure: WorkerFailure) -> UserError | RunError:
-        """The exception for a failure that ends the run; where nothing can draw, it says that this may be why."""
+        """The exception for a failure that ends the run; if no renderer works, it mentions this as a possible cause."""
         if self.renderer is None and any(word in failure.evidence for word in ("GL", "OSMesa")):
-            hint = "; no OpenGL was found to draw with, which may be why"
+            hint = "; no working OpenGL renderer was found, which may be the cause"
             failure = failure if failure.for_user else replace(failure, reason=failure.reason + hint)
         return super().error(what, failure)
 
     def _check_episodes(self, episodes: Sequence[EpisodeSpec]) -> None:
         self.check_open()
         if not 1 <= len(episodes) <= self.capacity:
-            raise UserError(f"{len(episodes)} episodes for {self.capacity} workers; 1 to that many are possible")
+            raise UserError(f"{len(episodes)} episodes for {self.capacity} workers; must be 1 to {self.capacity}")
         tasks, layouts = self._hello["tasks"], self._hello["layouts"]
         for episode in episodes:
             if episode.task not in tasks:
                 raise UserError(
-                    f"there is no task {episode.task!r}; tasks() has: {', '.join(sorted(tasks))}. The adapter's option "
-                    "task names the only task of a Gymnasium environment"
+                    f"unknown task {episode.task!r}; tasks() has: {', '.join(sorted(tasks))}. The adapter's option "
+                    "`task` sets the name of a Gymnasium environment's only task"
                 )
             if episode.split not in layouts:
-                raise UserError(f"there is no split {episode.split!r}; there are: {', '.join(sorted(layouts))}")
+                raise UserError(f"unknown split {episode.split!r}; available: {', '.join(sorted(layouts))}")
             if episode.draw != 0 and not self._hello.get("draws"):
                 raise UserError(
                     f"the draw of {episode.task}/{episode.layout} is {episode.draw}, but {self._settings.factory} "
-                    "randomises nothing; leave it at 0"
+                    "does not support randomisation; leave it at 0"
                 )
             count = layouts[episode.split]
             if episode.layout < 0 or (count is not None and episode.layout >= count):
                 last = "any number" if count is None else count - 1
-                raise UserError(f"there is no layout {episode.layout} of {episode.split}; there are 0 to {last}")
+                raise UserError(f"layout {episode.layout} of {episode.split} does not exist; available: 0 to {last}")
 
     def _check_actions(self, controls: NDArray[np.float64], record: Collection[int]) -> None:
         if not len(self.live):
-            raise UserError("no row is live; reset first")
+            raise UserError("all episodes have ended; call reset() first")
         expected = (len(self.live), self.action_size)
         if controls.ndim != 3 or (controls.shape[0], controls.shape[2]) != expected or controls.shape[1] < 1:
             raise UserError(
@@ -259,9 +261,11 @@ class SubprocessSim(RowPool[Message]):
         if not np.isfinite(controls).all():
             place, step, entry = np.argwhere(~np.isfinite(controls))[0]
             value, row = controls[place, step, entry], self.live[place]
-            raise UserError(f"action {entry} of control step {step} in row {row} is {value}; nothing was stepped")
+            raise UserError(
+                f"action {entry} of control step {step} in row {row} is {value}; no environment was stepped"
+            )
         if self._frame_size is None and any(int(row) in record for row in self.live):
-            raise UserError(f"rows cannot be recorded: {self._settings.factory} does not draw")
+            raise UserError(f"rows cannot be recorded: {self._settings.factory} does not render images")
 
     def _misshapen(self, request: Request, answer: Message) -> WorkerFailure | None:
         """Error in the shapes of an answer, if any."""
@@ -330,7 +334,7 @@ def choose_renderer(settings: SubprocessSettings) -> Backend | None:
         return None
     found = find_backend(settings.renderer)
     if found is None and settings.renderer is not None:
-        raise UserError(f"the renderer {settings.renderer!r} does not draw on this machine; leave it out to try others")
+        raise UserError(f"the renderer {settings.renderer!r} does not work on this machine; leave it out to try others")
     return found
 
 
@@ -378,9 +382,9 @@ def _say_fit(factory: str, found: Any) -> str | None:
     (height, width), size, fit = found["camera_size"], found["size"], str(found["fit"])
     how = {"pad": "with black bars", "stretch": "and stretched"}
     LOGGER.warning(
-        "the camera of %s draws %d x %d pixels (height x width), which become %d x %d %s; sim.options.adapter takes "
-        "fit: pad, as the processors of pi0 and SmolVLA do, fit: stretch, as that of OpenVLA, and size: null, which "
-        "leaves images as they are drawn",
+        "the camera of %s renders %d x %d pixels (height x width), which become %d x %d %s; in sim.options.adapter, "
+        "set fit: pad (as for pi0 and SmolVLA), fit: stretch (as for OpenVLA), or size: null to keep the rendered "
+        "size",
         *(factory, height, width, size, size, how.get(fit, fit)),
     )
     return fit
@@ -409,7 +413,7 @@ def problem_in_hello(hello: Mapping[str, Any]) -> str:
     if not all(count is None or (type(count) is int and count >= 0) for count in hello["layouts"].values()):
         return f"layouts is {hello['layouts']!r:.80}; expected a number or None for each split"
     if not isinstance(views, list) or not all(isinstance(name, str) for name in views):
-        return f"views is {views!r:.80}; expected the names of further cameras"
+        return f"views is {views!r:.80}; expected the names of additional cameras"
     if bounds and np.shape(bounds) != (2, hello["action_size"]):
         return f"action_bounds is {bounds!r:.80}; expected two lists of {hello['action_size']} numbers"
     for name, size in (("state_names", hello["state_size"]), ("action_names", hello["action_size"])):
@@ -421,7 +425,7 @@ def problem_in_hello(hello: Mapping[str, Any]) -> str:
 
 
 def divergence(answer: Message) -> WorkerFailure | None:
-    """Find numbers that are not finite: they would come again from the same layout, so nothing is retried."""
+    """Find numbers that are not finite: the same layout would produce them again, so nothing is retried."""
     if "diverged" in answer.fields:
         return WorkerFailure("diverged", one_line(str(answer.fields["diverged"])))
     # The state comes in float32; the worker has looked at float64, in which 1e39 is still finite.

@@ -1,4 +1,4 @@
-"""Simulator suites in Python environments of their own: install one with one call, open it with another.
+"""Simulator suites in separate Python environments: functions to install a suite and to open it.
 
     setup_suite("libero")
     with open_suite("libero", {"suite": "libero_spatial"}, workers=4) as sim: ...
@@ -24,7 +24,7 @@ from robotics.sim.subprocess_sim import SubprocessSettings, SubprocessSim
 
 FACTORIES = Path(__file__).resolve().parent / "suites"
 RESET_SECONDS = 300.0
-"""The first episode of an installation compiles robosuite's functions, all workers at once."""
+"""The first episode after installation compiles robosuite's functions, in all workers at once."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def suite_python(name: str, folder: str | Path | None = None) -> Path:
     if not python.is_file():
         raise UserError(
             f"{name} is not installed in {suite_folder(name, folder)}; install it with `mmrl sim setup {name}`, or "
-            "let MMRL_SUITES name the folder that holds it"
+            "set MMRL_SUITES to the folder that contains it"
         )
     return python
 
@@ -138,15 +138,15 @@ def _check(name: str, place: Path) -> str:
             task, instruction = next(iter(pool.tasks().items()))
             result = pool.reset([EpisodeSpec(task, instruction, 0)])
     except UserError as error:
-        return f"installed, but no episode can begin yet: {error}"
+        return f"installed, but no episode can start yet: {error}"
     if result.failed.any():
-        raise RunError(f"{name} is installed in {place}, but the task {task} did not begin: {result.reasons[0]}")
-    return f"the task {task} began after {time.monotonic() - start:.0f} s"
+        raise RunError(f"{name} is installed in {place}, but the task {task} did not start: {result.reasons[0]}")
+    return f"the task {task} started after {time.monotonic() - start:.0f} s"
 
 
 def _recipe(name: str) -> SuiteRecipe:
     if name not in RECIPES:
-        raise UserError(f"there is no suite {name!r}; there are: {', '.join(RECIPES)}")
+        raise UserError(f"unknown suite {name!r}; available: {', '.join(RECIPES)}")
     return RECIPES[name]
 
 
@@ -163,12 +163,15 @@ RECIPES = {
         # packaging: gymnasium's renderer of mujoco scenes imports it, and nothing in this set asks for it
         steps=("metaworld==3.1.1 mujoco==3.3.0 gymnasium==1.4.0 numpy==2.4.6 packaging",),
         factory="metaworld.py",
-        advice="`mmrl sim experts metaworld` tries the experts of its 50 tasks; sim.kind: metaworld in a configuration",
+        advice=(
+            "run `mmrl sim experts metaworld` to try the experts of its 50 tasks; use sim.kind: metaworld in a "
+            "configuration"
+        ),
     ),
     "gymnasium_robotics": SuiteRecipe(
         steps=("gymnasium-robotics==1.4.2 mujoco==3.3.0 gymnasium==1.4.0 numpy==2.4.6 packaging",),
         factory="gymnasium_robotics.py",
-        advice="sim.kind: gymnasium_robotics in a configuration, with sim.tasks: [FetchPush-v4]",
+        advice="use sim.kind: gymnasium_robotics in a configuration, with sim.tasks: [FetchPush-v4]",
     ),
     "robosuite": SuiteRecipe(
         steps=(
@@ -178,7 +181,7 @@ RECIPES = {
             "--no-deps robosuite==1.5.2",
         ),
         factory="robosuite.py",
-        advice="sim.kind: robosuite in a configuration, with sim.tasks: [Lift]",
+        advice="use sim.kind: robosuite in a configuration, with sim.tasks: [Lift]",
     ),
     "libero": SuiteRecipe(
         steps=(
@@ -192,9 +195,9 @@ RECIPES = {
         ),
         factory="libero.py",
         advice=(
-            "LIBERO_ASSETS names the folder libero/libero/assets of a copy of the repository "
-            "Lifelong-Robot-Learning/LIBERO, which the package lacks; then sim.kind: libero in a configuration, as "
-            "in `mmrl evaluate configs/robotics/libero_spatial_eval.yaml`"
+            "set LIBERO_ASSETS to the folder libero/libero/assets of a copy of the repository "
+            "Lifelong-Robot-Learning/LIBERO, because the package does not include it; then use sim.kind: libero in "
+            "a configuration, as in `mmrl evaluate configs/robotics/libero_spatial_eval.yaml`"
         ),
     ),
 }

@@ -1,4 +1,4 @@
-"""Batched physics of many scenes in mujoco_warp, for a GPU; the rest of a rollout is done by `ImageRollout`.
+"""Batched GPU physics of many scenes in mujoco_warp; `ImageRollout` does the rest of a rollout.
 
 mujoco_warp steps copies of a scene ("worlds") together, in float32. The controls of a chunk are known before its first
 physics step (`robotics.scenes.control`), so a chunk needs one upload of states, one launch for each control step and
@@ -97,7 +97,7 @@ class WarpPhysics:
         """
         count, length = controls.shape[:2]
         if count > self._scenes:
-            raise UserError(f"{count} scenes for {self._scenes} worlds")
+            raise UserError(f"{count} scenes for {self._scenes} warp worlds")
         with self._warp.ScopedDevice(self.device):
             self._show(models)
             self._upload(datas)
@@ -198,4 +198,4 @@ def _find_device(warp: Any, device: str | None) -> str:
         return str(warp.get_device(device))
     except (ValueError, RuntimeError) as error:
         known = ", ".join(str(one) for one in warp.get_devices())
-        raise UserError(f"warp has no device {device!r}; there are {known}") from error
+        raise UserError(f"warp has no device {device!r}; available: {known}") from error

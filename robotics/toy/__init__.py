@@ -1,4 +1,4 @@
-"""Demos and the data that they make."""
+"""Demos and the data they generate."""
 
 DEMOS = {"robot": ("robotics.toy.robot_demo", "runs/robot-demo"), "flow": ("robotics.toy.flow_demo", "runs/flow-demo")}
 """Module and run folder of each demo of `mmrl demo`."""

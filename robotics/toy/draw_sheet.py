@@ -48,7 +48,7 @@ def draw_sheet(config: SimConfig, task: str, layout: int, images: int = 8, colum
 
 
 def name_images(sheet: Image, size: int, images: int, columns: int = 4) -> None:
-    """Write "nominal" or the number of the draw into the upper left corner of each image."""
+    """Write "nominal" or the number of the draw in the upper left corner of each image."""
     from PIL import ImageDraw
 
     pen = ImageDraw.Draw(sheet)
@@ -66,12 +66,12 @@ def main(arguments: Sequence[str]) -> int:
 
     parser = argparse.ArgumentParser("python -m robotics.toy.draw_sheet", description=__doc__.splitlines()[0])
     parser.add_argument("config", type=Path, help="YAML file of a run with sim.randomization")
-    parser.add_argument("output", type=Path, help="PNG to write")
-    parser.add_argument("overrides", nargs="*", help="dotted assignments such as sim.camera=wrist")
+    parser.add_argument("output", type=Path, help="PNG file to write")
+    parser.add_argument("overrides", nargs="*", help="overrides such as sim.camera=wrist")
     parser.add_argument("--task", default="push")
     parser.add_argument("--layout", type=int, default=0)
     parser.add_argument("--images", type=int, default=8, help="the first is nominal")
-    parser.add_argument("--size", type=int, default=160, help="side of an image in pixels")
+    parser.add_argument("--size", type=int, default=160, help="side length of an image in pixels")
     given = parser.parse_intermixed_args(arguments)
     try:
         _, run = load_run(given.config, [*given.overrides, f"sim.image_size={given.size}"])

@@ -1,4 +1,4 @@
-"""Clips of 3D flow extracted from videos of the suite's scenes, to compare extractors by what a model learns."""
+"""Clips of 3D flow extracted from videos of the suite's scenes, to compare extractors by what models learn."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def build_from_scenes(
     begin: str = "motion",
     first_scene: int = 0,
 ) -> Path:
-    """Record demonstrations in the suite's scenes and extract their flow, to compare extractors by what is learned.
+    """Record demonstrations in the suite's scenes and extract their flow.
 
     Args:
         path: folder to write.
@@ -63,7 +63,7 @@ def build_from_scenes(
         UserError: an unknown backend, task or actor, no video gives a clip, or the folder exists already.
     """
     if backend not in BACKENDS:
-        raise UserError(f"backend is {backend!r}; there are {', '.join(BACKENDS)}")
+        raise UserError(f"unknown backend {backend!r}; available: {', '.join(BACKENDS)}")
     chosen = FlowExtractor(FlowEncoding(num_frames=num_frames, grid=grid), begin=begin, **BACKENDS[backend])
     counts = {"train": scenes, "held_out": held_out_scenes}
     recorded = _scene_videos(counts, first_scene, tasks, actors, image_size, depth_noise)

@@ -52,7 +52,7 @@ def build_clips(
         first_scene: seed of the first image of each split.
     """
     if Path(path).exists():
-        raise UserError(f"{path} exists already; name another folder or remove it")
+        raise UserError(f"{path} already exists; choose another folder or remove it")
     config = FlowDemonstrationConfig(tasks=tuple(tasks or FLOW_TASKS), actors=tuple(actors), shapes=tuple(shapes))
     encoding, count = FlowEncoding(num_frames=num_frames, grid=grid), 0
     with replaced(Path(path)) as draft:
@@ -64,8 +64,8 @@ def build_clips(
                     writer.add(clip, split=split)
                     count += 1
         if not count:
-            raise UserError(f"scenes is {scenes} and held_out_scenes {held_out_scenes}: there are no clips")
-    LOGGER.info("%d clips of %d first images", count, scenes + held_out_scenes)
+            raise UserError(f"scenes is {scenes} and held_out_scenes {held_out_scenes}, so there would be no clips")
+    LOGGER.info("%d clips from %d first images", count, scenes + held_out_scenes)
     return Path(path)
 
 

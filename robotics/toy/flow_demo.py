@@ -1,4 +1,4 @@
-"""Demo of 3D flow: flow without robot actions, a world model, and an arm never seen in training."""
+"""Demo of 3D flow: clips without robot actions, a world model, and an arm never seen in training."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ FAMILIES = {"place": "place on a pad", "pour": "pour", "insert": "insert", "draw
 
 
 def run(output_dir: Path, seed: int = 0) -> list[str]:
-    """Render clips, train a world model, and act with an arm that is in no clip; finished parts are kept."""
+    """Render clips, train a world model, and act with an arm that appears in no clip; finished parts are kept."""
     seeded = f"seed={seed}"
     clips = [f"{key}.path={output_dir}/clips" for key in ("data", "eval_data.held_out")]
     model = finish_run(CONFIGS / "flow3d_traj_dit.yaml", output_dir / "world_model", [*clips, seeded])
@@ -47,13 +47,13 @@ def _flow_lines(found: dict[str, Any]) -> list[str]:
         f"predicted flow of {int(found['n'])} held-out clips: ADE {found['flow/ade_cm']:.1f} cm, "
         f"FDE {found['flow/fde_cm']:.1f} cm (standing still: {found['flow/zero_motion_ade_cm']:.1f} and "
         f"{found['flow/zero_motion_fde_cm']:.1f} cm)",
-        "other instructions for the same images are followed in {:.0f}% ({:.0f} to {:.0f})".format(*swap),
+        "other instructions for the same images are followed in {:.0f}% of cases ({:.0f} to {:.0f})".format(*swap),
     ]
 
 
 def _success_lines(found: dict[str, float], split: str, episodes: FlowEpisodesConfig) -> list[str]:
     arms = " and ".join(episodes.arms)
-    lines = [f"success of the {arms}, which no clip shows (95% interval)"]
+    lines = [f"success of the {arms}, not shown in any clip (95% interval)"]
     planned = list_episodes(episodes)
     for family, words in FAMILIES.items():
         count = sum(episode.family == family for episode in planned)

@@ -1,4 +1,4 @@
-"""Builder for configurations: the actions of the demonstrations in a folder of clips.
+"""Build function for configurations: the actions of the demonstrations in a folder of clips.
 
 The clips of a world model have no actions. Their demonstrations are repeated here from the numbers in their `meta`, and
 the gripper's trajectory is written with the same first image, points and instruction, so that behaviour cloning sees
@@ -119,7 +119,7 @@ def _rows(
             if missing := [name for name in NEEDED if name not in meta]:
                 raise UserError(f"a clip of {clip.source or 'unknown source'} lacks {', '.join(missing)} in its meta")
             if meta["actor"] == "nobody" or (actors and meta["actor"] not in actors):
-                ends[f"of {meta['actor']}, left out"] += 1
+                ends[f"of {meta['actor']}, skipped"] += 1
                 continue
             demonstrator = _play(stage, clip)
             try:
@@ -144,7 +144,7 @@ def _check_actions(actions: str, actors: Sequence[str]) -> None:
         raise UserError(f"actions is {actions!r}; expected {' or '.join(ACTIONS)}")
     if actions == "joints" and (len(actors) != 1 or actors[0] not in FLOW_ARMS):
         raise UserError(
-            f"actions is joints and actors is {list(actors)}; expected one arm, whose angles they are, of "
+            f"actions is joints and actors is {list(actors)}; actions=joints needs exactly one arm, one of "
             f"{', '.join(FLOW_ARMS)}"
         )
 
@@ -161,7 +161,7 @@ def _grips(scene: FlowScene, planned: FlowDemonstration) -> NDArray[np.float64]:
     if planned.T_world_hand is not None:
         return planned.T_world_hand
     if scene.arm is None or planned.joint_rad is None:
-        raise UserError(f"nobody acts in the demonstrations of {scene.config.actor}")
+        raise UserError(f"demonstrations by {scene.config.actor} have no actions")
     return np.stack([arm_ik(scene.arm).pose(row) for row in planned.joint_rad])
 
 

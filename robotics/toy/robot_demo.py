@@ -1,4 +1,4 @@
-"""The robot demonstration: scripted demonstrations, cloning to about half success, PPO, videos and a report."""
+"""The robot demo: scripted demonstrations, cloning to about 50% success, PPO, videos and a report."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def build_demonstrations(
         failures = ", ".join(f"{count} {ending}" for ending, count in ends.items() if ending != "success")
         LOGGER.info("%d of %d demonstrations succeeded%s", ends["success"], ends.total(), failures and f"; {failures}")
         if not ends["success"]:
-            raise UserError(f"no demonstration of {', '.join(tasks)} succeeded; try less noise than {noise}")
+            raise UserError(f"no demonstration of {', '.join(tasks)} succeeded; try noise below {noise}")
     return Path(path)
 
 

@@ -382,7 +382,7 @@ def test_a_users_function_reads_actions(tmp_path):
     assert (parsed.thought, [(a.name, a.arguments) for a in parsed.actions]) == ("so\nbecause", [("move", {"by": 3})])
     assert ActionConfig(name).parse("three").error == "no_action"
     assert find_format(name).manual == "Answer with a number."
-    with pytest.raises(ValueError, match="cannot write"):
+    with pytest.raises(ValueError, match="but not write"):
         write_answer([Action("move", {"by": 3})], name)
 
 

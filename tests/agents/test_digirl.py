@@ -194,9 +194,9 @@ def test_recorded_episodes_that_do_not_fit_are_left_out_never_cut(tmp_path, fold
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (episode,) = read_recorded(path.parent).episodes(recipe.policy, writer)
     assert (episode.task.id, episode.rewards, episode.total) == ("walk/1", [0.5, 0.5], 1.0)
-    assert "does not fit into the 512 positions" in caplog.text
+    assert "does not fit in the model's 512 positions" in caplog.text
     path.write_text(json.dumps(rows[1]) + "\n")
-    with pytest.raises(UserError, match="none of its 1 fits"):
+    with pytest.raises(UserError, match="none of its 1 episodes fits"):
         read_recorded(path.parent).episodes(recipe.policy, writer)
     path.write_text(json.dumps({"turns": [{"text": "no answer"}], "reward": 1}) + "\n")
     with pytest.raises(UserError, match="each turn must have an answer"):
@@ -212,7 +212,7 @@ def test_recorded_episodes_of_a_model_are_read_back(tmp_path, folder, make_recip
     assert [e.trajectory.ids for e in again] == [e.trajectory.ids for e in episodes]
     assert [e.trajectory.logp for e in again] == [e.trajectory.logp for e in episodes]
     (tmp_path / "own/episode-000001.pt").write_bytes(b"broken")
-    with pytest.raises(UserError, match=r"episode-000001.pt is no recorded episode"):
+    with pytest.raises(UserError, match=r"episode-000001.pt is not a recorded episode"):
         read_recorded(tmp_path / "own")
     with pytest.raises(UserError, match=r"no episodes to learn from: no episodes.jsonl"):
         read_recorded(tmp_path / "nothing")
@@ -252,7 +252,7 @@ def test_options_that_do_not_fit_are_refused(tmp_path, folder):
     with pytest.raises(UserError, match=r"DigiRL uses digirl\.critic"):
         config.validate()
     config.objective = ObjectiveConfig(preset="grpo")
-    with pytest.raises(UserError, match="leave objective out"):
+    with pytest.raises(UserError, match="remove objective"):
         config.validate()
 
 

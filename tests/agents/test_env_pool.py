@@ -241,7 +241,7 @@ def test_processes_end_with_the_pool():
         ("Counted", {}, UserError, "`actions` of Counted is a int; expected a mapping"),
         ("Functions", {}, UserError, "`tools` of Functions is not a list of JSON schemas: .*not JSON serializable; tr"),
         ("Nameless", {}, UserError, r"of Nameless .*: \{'name': 'search'\} has no function with a name; .*get_json"),
-        ("NoStep", {}, UserError, "made a NoStep without step; an environment has the methods reset, step, close"),
+        ("NoStep", {}, UserError, "created a NoStep without step; an environment needs the methods reset, step, close"),
         ("Fake", {"kwargs": {"size": 3}}, UserError, "unexpected keyword argument 'size'; it takes folder, length"),
         ("Fake", {"adapter": {"render": True}}, UserError, "adapter is only for Gymnasium environments; .* a Fake"),
     ],

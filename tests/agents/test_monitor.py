@@ -73,7 +73,7 @@ def test_rising_shares_of_answers_without_effect_are_said_by_step_ten():
     rising = [{"unreadable": share, "empty": share, "below_silence": 0.0} for share in shares]
     found, said = warned(rising)
     assert found == {"more_unreadable": 8, "unreadable": 20}
-    assert "from 6% in the first 5 steps: 15% of the answers" in said["more_unreadable"]
+    assert "from 6% in the first 5 steps: 15% of the responses" in said["more_unreadable"]
     for name in ("unreadable", "cut", "refused"):
         found, _ = warned([{name: 0.98, "below_silence": 0.0}] * 10)
         assert found == {name: 5}

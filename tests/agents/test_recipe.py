@@ -205,7 +205,7 @@ def test_an_unreadable_answer_is_not_paid_for_what_the_turns_before_it_reached(t
 def test_a_conversation_that_does_not_fit_is_dropped_never_cut(tmp_path, folder):
     """The tiny models have 512 positions; an image of 168 x 168 has 36 tokens or more."""
     config = make_config(tmp_path, folder, kwargs={"length": 30, "side": 168}, episode=EpisodeConfig(max_turns=30))
-    with pytest.raises(NoUsableTasksError, match="does not fit into the model's positions"):
+    with pytest.raises(NoUsableTasksError, match="does not fit in the model's context"):
         roll(config)
 
 
@@ -219,7 +219,7 @@ def test_a_run_with_a_critic_over_turns(tmp_path, folder):
 def test_training_tasks_may_not_be_evaluated_on(tmp_path, folder):
     config = make_config(tmp_path, folder)
     config.eval_data["heldout"].first_seed = 2
-    with pytest.raises(UserError, match="also trained on"):
+    with pytest.raises(UserError, match="also training tasks"):
         AgentRecipe(config)
     config.eval_data["heldout"].seen = True
     recipe = AgentRecipe(config)

@@ -67,7 +67,7 @@ def test_an_empty_file_has_no_tasks(tmp_path):
     ("config", "message"),
     [
         (TaskSetConfig(["a"], file="x.jsonl"), "names is .*, but nothing reads it while file is 'x.jsonl'"),
-        (TaskSetConfig(["a", "a"]), "a name twice: a, a"),
+        (TaskSetConfig(["a", "a"]), "duplicate task names: a, a"),
         (TaskSetConfig(seeds=0), "seeds is 0; must be in"),
         (TaskSetConfig(first_seed=2**31 - 1, seeds=2), "exceed the maximum seed 2147483647"),
     ],
@@ -86,5 +86,5 @@ def test_training_and_evaluation_share_no_task():
     }
     check_disjoint(train, held_out)
     overlapping = list_tasks(TaskSetConfig(["b"], seeds=3, first_seed=9))
-    with pytest.raises(UserError, match=r"1 of 3 tasks of later are also trained on, such as b/9; .*first_seed"):
+    with pytest.raises(UserError, match=r"1 of 3 tasks of later are also training tasks, such as b/9; .*first_seed"):
         check_disjoint(train, {**held_out, "later": overlapping})

@@ -201,13 +201,13 @@ def test_the_environment_keeps_gymnasiums_rules():
     ("options", "message"),
     [
         ({"size": 1}, "a grid of 1 cells of 28 pixels"),
-        ({"cell": 5000}, "at most 4096 in all"),
+        ({"cell": 5000}, "at most 4096 pixels in all"),
         ({"walls": 23}, "walls is 23; a grid of 5 x 5 has room for 0 to 22"),
         ({"max_steps": 0}, "max_steps is 0"),
-        ({"size": 27, "text": True}, "at most 26 cells per side \(one letter per row\), not 27"),
+        ({"size": 27, "text": True}, r"at most 26 cells per side \(one letter per row\), not 27"),
         ({"winds": {"windy": 1.5}}, "winds.windy is 1.5; expected a fraction"),
         ({"min_distance": 9}, "no grid of 5 x 5 .* path of 9 to any number of moves; allow shorter"),
-        ({"min_distance": 4, "max_distance": 3}, "takes 4 to 3 moves"),
+        ({"min_distance": 4, "max_distance": 3}, "path of 4 to 3 moves"),
     ],
 )
 def test_impossible_worlds_are_refused(options, message):

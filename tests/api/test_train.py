@@ -20,6 +20,7 @@ from mmrl.errors import RunStopped, UserError
 from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 from mmrl.workers import given
 from mmrl.workers.loading import LoadError, find_function
+from tests.programs import run_processes
 
 ROWS = [{"prompt": f"say {number}", "answer": str(number)} for number in range(1, 9)]
 SMALL = {"samples_per_task": 4, "tasks_per_step": 2, "max_new_tokens": 4, "learning_rate": 1e-2, "steps": 2}
@@ -268,6 +269,44 @@ def test_an_interrupted_run_goes_on(folder, tmp_path):
     assert all(torch.equal(weight, trained_weights(whole)[name]) for name, weight in trained_weights(stopped).items())
 
 
+def test_warnings_of_a_later_evaluation_are_those_of_the_run_too(folder, tmp_path, monkeypatch):
+    import mmrl.training.run as runs
+
+    evaluation_of = runs.evaluation_of
+
+    def warned(*arguments):
+        runs.LOGGER.warning("the evaluation warns")
+        return evaluation_of(*arguments)
+
+    data = {"data": ROWS, "eval_data": ROWS[:2], "reward": length}
+    run = train("grpo", model=folder, output_dir=tmp_path / "run", **data, **SMALL | {"steps": 1})
+    before = [row["message"] for row in run.warnings]
+    monkeypatch.setattr(runs, "evaluation_of", warned)
+    evaluate(run)
+    after = " ".join(row["message"] for row in Run(run.folder).warnings)
+    assert all(message in after for message in before)
+    assert "the evaluation warns" in after
+
+
+@pytest.mark.parametrize("kind", ["loaded", pytest.param("folder", marks=pytest.mark.slow)])
+def test_two_processes_train_as_one(kind, folder, tmp_path):
+    """A model's start that an earlier attempt left behind is not taken for this run's."""
+    (tmp_path / "two/start").mkdir(parents=True)
+    (tmp_path / "two/start/config.json").write_text("{")
+    for name, count in (("one", 1), ("two", 2)):
+        run_processes([str(Path(__file__).with_name("two_processes.py")), str(folder), str(tmp_path / name), kind], count)
+    one, two = (trained_weights(Run(tmp_path / name)) for name in ("one", "two"))
+    start = load_file(folder / "model.safetensors")
+    apart, moved = (
+        sum(float((weight - other.get(name, weight)).norm()) ** 2 for name, weight in one.items()) ** 0.5
+        for other in (two, start)
+    )
+    # the first steps of AdamW divide by the gradient: single weights whose gradient is rounding differ freely
+    assert apart < 0.01 * moved
+    rewards = [[row["reward/mean"] for row in Run(tmp_path / name).metrics] for name in ("one", "two")]
+    assert rewards[0] == pytest.approx(rewards[1], abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
@@ -275,6 +314,7 @@ def test_an_interrupted_run_goes_on(folder, tmp_path):
         ({"method": "flow3d_eval"}, "trains nothing"),
         ({"method": "step_nft"}, "cannot train questions"),
         ({"lerning_rate": 1.0}, r"no option lerning_rate; did you mean 'learning_rate'\?"),
+        ({"path": "elsewhere"}, r"path is ambiguous: data.path, model.path; pass one of them in options"),
         ({"reward": 3}, "reward has a int"),
         ({"reward": None}, "rewards is empty"),
         ({"data": None}, "data"),

@@ -106,7 +106,7 @@ trainer: {{steps: 1, tasks_per_step: 2, samples_per_task: 2}}
     [
         ("flow_grpo", "data.path=nowhere.jsonl", "data: no such file: nowhere.jsonl"),
         ("flow_grpo", "eval_data.heldout.path=nowhere.jsonl", "eval_data.heldout: no such file"),
-        ("flow_grpo", "rewards=[{name: jpeg}]", "there is no image reward 'jpeg'"),
+        ("flow_grpo", "rewards=[{name: jpeg}]", "unknown image reward 'jpeg'"),
         ("flow_grpo", "heldout_rewards=[{name: clip_score, options: {path: nowhere}}]", "weights not found at nowhere"),
         ("flow_grpo", "heldout_rewards=[{name: 'FOLDER/rewards.py:needs_colour'}]", "data: reward"),
         ("flow_grpo", "heldout_rewards=[{name: 'FOLDER/rewards.py:no_prompts'}]", "takes no prompts"),

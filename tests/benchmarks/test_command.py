@@ -37,7 +37,7 @@ def test_a_failed_check_is_exit_1_and_the_result_is_still_printed(value, code, m
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["vlm", "--only", "updates"], "--only updates: there is no such comparison; there are: equality, update"),
+        (["vlm", "--only", "updates"], "--only updates: unknown comparison; available: equality, update"),
         (["vlm", "--threads", "-2"], "--threads is -2; must be at least 1"),
         (["sim", "--against", "trl"], "--against is an option of the vlm benchmarks"),
     ],

@@ -36,7 +36,7 @@ def test_a_crash_and_an_exception_are_reported_and_the_others_continue(tmp_path)
     arms = [arm(tmp_path, "raises", function="broken"), arm(tmp_path, "dies", function="dies"), arm(tmp_path, "good")]
     runs = run_arms("test", arms, BenchOptions(blocks=1))
     assert runs["raises"]["error"] == "ValueError: no such thing"
-    assert runs["dies"]["error"] == "the process ended with code 7"
+    assert runs["dies"]["error"] == "the process exited with code 7"
     assert [note["name"] for note in journal(tmp_path)] == ["raises", "good", "good"]
     assert "error" not in runs["good"]
     assert comparison(runs)["failed"]
@@ -95,7 +95,7 @@ def test_a_failed_check_fails_the_comparison():
 def test_names_are_chosen_in_order_and_unknown_ones_named():
     assert BenchOptions().chosen(("a", "b")) == ["a", "b"]
     assert BenchOptions(only=["b", "a"]).chosen(("a", "b", "c")) == ["a", "b"]
-    with pytest.raises(UserError, match="--only d: there is no such comparison; there are: a, b"):
+    with pytest.raises(UserError, match="--only d: unknown comparison; available: a, b"):
         BenchOptions(only=["d"]).chosen(("a", "b"))
 
 

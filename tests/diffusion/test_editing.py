@@ -99,7 +99,7 @@ def test_rows_whose_image_cannot_be_used_are_left_out_or_named(tmp_path, caplog)
     assert [task.image is not None for task in loaded.tasks] == [True, False]
     assert loaded.tasks[0].columns == {}
     assert loaded.skipped == {"image": 4}
-    assert "line 2: the image of column 'image' cannot be used: there is no such file: " in caplog.text
+    assert "line 2: the image of column 'image' cannot be used: file not found: " in caplog.text
     named = {2: "no such file", 3: "Error", 4: "no image;", 5: "not int"}
     for line, reason in named.items():
         path.write_text("\n" * (line - 1) + json.dumps({"prompt": "make it red", "image": cells[line - 1]}))
@@ -112,7 +112,7 @@ def test_rows_whose_image_cannot_be_used_are_left_out_or_named(tmp_path, caplog)
 def test_images_that_the_family_or_other_rows_do_not_have_are_refused(kontext, tmp_path):
     config = run_config("flow_grpo", tmp_path)
     config.data.path = str(write_edits(tmp_path / "edits.jsonl", PROMPTS, SIZE))
-    with pytest.raises(UserError, match=r"line 1 has an image, but StableDiffusion3Pipeline takes none"):
+    with pytest.raises(UserError, match=r"line 1 has an image, but StableDiffusion3Pipeline does not take images"):
         build(config)
     config = editing(tmp_path, kontext)
     with (tmp_path / "edits.jsonl").open("a") as file:

@@ -72,7 +72,7 @@ def test_weights_and_averages_follow_the_configuration(tmp_path):
 def test_a_model_that_is_not_there_yet_is_built_or_refused(tmp_path, capsys):
     words = ["train", "configs/diffusion/shapes_awm.yaml", "--dry-run", f"model.path={tmp_path}/none"]
     assert main(words) == 2
-    assert "known without a folder: stabilityai/" in capsys.readouterr().err
+    assert "these can be planned without a folder: stabilityai/" in capsys.readouterr().err
     assert main([*words, "model.build=diffusion.toy.shapes.building:build_pipeline"]) == 0
     assert (tmp_path / "none/model_index.json").is_file()
 

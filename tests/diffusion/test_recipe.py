@@ -401,10 +401,10 @@ def test_bad_prompts_can_be_errors(tmp_path, capsys):
         (["step.kl_form=k3"], "allowed: exact, flow_grpo_head, velocity"),
         (["heldout_rewards=[]"], "heldout_rewards is empty"),
         (["rewards=[]"], "rewards is empty"),
-        (["heldout_rewards=[{name: caption_colour}]"], "caption_colour is in rewards and in heldout_rewards"),
+        (["heldout_rewards=[{name: caption_colour}]"], "caption_colour is in both rewards and heldout_rewards"),
         (["rewards=[{name: caption_color}]"], "did you mean"),
         (["rewards=[{name: caption_colour, options: {tint: 3}}]"], "tint"),
-        (["evaluation.greedy=true"], "evaluation.greedy and evaluation.temperature mean nothing for images"),
+        (["evaluation.greedy=true"], "evaluation.greedy and evaluation.temperature do not apply to images"),
         (["combine=mean"], "allowed: sum, gdpo"),
         (
             ["objective.filter.kind=drop", "objective.filter.key=brightness"],
@@ -456,7 +456,9 @@ def test_options_without_an_effect_are_refused(recipe, key, value, tmp_path):
 def test_an_order_that_would_learn_nothing_is_refused(recipe, tmp_path):
     config = run_config(recipe, tmp_path)
     config.objective.preset = "sec"
-    with pytest.raises(ValueError, match=r"objective\.order is 'category_bandit', but this method learns nothing"):
+    with pytest.raises(
+        ValueError, match=r"objective\.order is 'category_bandit', but this method has no per-task scores"
+    ):
         config.validate()
 
 

@@ -203,7 +203,7 @@ def test_swapped_sides_are_named(tmp_path, capsys):
 def test_the_file_of_training_is_not_held_out_unless_that_is_meant(tmp_path):
     path = str(own_rows(tmp_path, lambda box, *size: box))
     data, eval_data = DataConfig(path=path), {"heldout": DataConfig(path=f"{tmp_path}/../{tmp_path.name}/own.jsonl")}
-    with pytest.raises(UserError, match=r"eval_data\.heldout\.path .* also trained on.*grounding\.seen: \[heldout\]"):
+    with pytest.raises(UserError, match=r"eval_data\.heldout\.path .* also the training file.*grounding\.seen: \[heldout\]"):
         check_held_out(data, eval_data, [])
     check_held_out(data, eval_data, ["heldout"])
     with pytest.raises(UserError, match="names 'hold'"):

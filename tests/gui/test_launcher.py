@@ -65,7 +65,7 @@ def test_functions_and_tiles_can_be_chosen():
 def test_settings_that_do_not_fit_are_refused():
     with pytest.raises(UserError, match="4 x 2 cells of 32, too few for 12 tiles"):
         WebScreens(ScreenSettings(layout="launcher", width_px=128, height_px=64, scales=(1.0,)))
-    with pytest.raises(UserError, match="relation only"):
+    with pytest.raises(UserError, match="only relation"):
         WebScreens(ScreenSettings(layout="launcher", kinds=("relation",)))
     with pytest.raises(UserError, match=r"screens\.launcher is set, but nothing reads it while screens\.layout is"):
         WebScreens(ScreenSettings(launcher=LauncherSettings(tiles=4)))

@@ -71,7 +71,7 @@ def test_a_killed_browser_costs_the_episode(browser):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tabs": 5}, "tabs is 5; there are 1 to 4"),
+        ({"tabs": 5}, "tabs is 5; expected 1 to 4"),
         ({"wanted": 5, "tabs": 2}, "with 2 tabs has 1 to 4"),
         ({"max_steps": 0}, "1"),
     ],

@@ -27,7 +27,7 @@ def test_wrong_settings_say_what_there_is():
         MiniWobEnv(MiniWobSettings(tasks=("click-tset",)))
     with pytest.raises(UserError, match=r"no page '\.\./core'"):
         MiniWobEnv(MiniWobSettings(tasks=("../core",)))
-    with pytest.raises(UserError, match="partial_credit has no meaning"):
+    with pytest.raises(UserError, match="partial_credit has no effect"):
         MiniWobEnv(MiniWobSettings(partial_credit=True))
     with pytest.raises(UserError, match=r"environment\.kwargs has no entry 'task'; it has: "):
         miniwob_tasks(task="click-test")

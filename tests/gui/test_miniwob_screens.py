@@ -37,5 +37,5 @@ def test_each_page_has_a_screen_and_a_seed_repeats_it(drawn):
 
 
 def test_an_unknown_page_is_refused():
-    with pytest.raises(UserError, match="no pointing screens of 'click-pie'; there are: click-test-2"):
+    with pytest.raises(UserError, match="no pointing screens for 'click-pie'; available: click-test-2"):
         next(pointing_samples(1, pages=["click-pie"]))

@@ -83,7 +83,7 @@ def test_the_folder_is_an_ordinary_model(policy, tmp_path):
 
 def test_a_model_without_a_mask_token_is_refused(tmp_path):
     folder = build_model(tmp_path / "model", hidden=24, layers=1)
-    with pytest.raises(UserError, match="names no mask token"):
+    with pytest.raises(UserError, match="has no mask token"):
         load_policy(ModelConfig(path=str(folder)), policy_class=MaskedPolicy)
 
 

@@ -172,8 +172,8 @@ def test_a_share_of_whole_chunks_is_given():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"objective": ObjectiveConfig("bgpo"), "likelihood": LikelihoodConfig("one_step")}, "bounds draws"),
-        ({"objective": ObjectiveConfig("inpainting_guided"), "likelihood": LikelihoodConfig("elbo")}, "weighs tokens"),
+        ({"objective": ObjectiveConfig("bgpo"), "likelihood": LikelihoodConfig("one_step")}, "needs draws"),
+        ({"objective": ObjectiveConfig("inpainting_guided"), "likelihood": LikelihoodConfig("elbo")}, "weights tokens"),
         ({"objective": ObjectiveConfig("gspo"), "likelihood": LikelihoodConfig("elbo", chunk=1)}, "likelihood.chunk"),
         ({"objective": ObjectiveConfig("gigpo")}, "anchor|observation"),
         ({"inpainting": InpaintingConfig(replacements=4)}, "replacements is 4"),

@@ -55,7 +55,7 @@ def test_the_ends_of_a_range_are_minus_one_and_one_in_both_directions():
     assert torch.equal(bounds.to_data(simulator), data)
     assert ActionRange.of([], [], 2, "p") is None
     assert ActionRange.of([0, 0], [], 2, "p") == ActionRange((0, 0), (1.0, 1.0))
-    with pytest.raises(UserError, match=r"model.options.action_low has 3 entries, the actions of p have 2"):
+    with pytest.raises(UserError, match=r"model.options.action_low has 3 entries, but the actions of p have 2"):
         ActionRange.of([0, 0, 0], [1, 1, 1], 2, "p")
 
 
@@ -66,7 +66,7 @@ def test_the_ends_of_a_range_are_minus_one_and_one_in_both_directions():
         (
             [0, 2.5],
             [1, 2],
-            "entry 1 of action_low is 2.5 and of action_high 2; both must be finite, and the first one not above",
+            "entry 1 of action_low is 2.5 and of action_high 2; both must be finite, and action_low must not exceed",
         ),
         ([], [1, -2], "entry 1 of action_low is -1.0 and of action_high -2"),
         ([0.0], [math.inf], "entry 0 of action_low is 0.0 and of action_high inf"),
@@ -153,7 +153,7 @@ def test_a_range_of_another_size_ends_the_command_with_its_name(tmp_path, capsys
     text = config.read_text()
     config.write_text(text.replace("options: {folder", "options: {action_low: [0, 0], folder"))
     assert main(["evaluate", str(config)]) == 2
-    assert "model.options.action_low has 2 entries, the actions of" in capsys.readouterr().err
+    assert "model.options.action_low has 2 entries, but the actions of" in capsys.readouterr().err
     config.write_text(text.replace("options: {folder", "options: {action_low: [2], folder"))
     assert main(["evaluate", str(config)]) == 2
     assert "model.options: entry 0 of action_low is 2" in capsys.readouterr().err

@@ -193,7 +193,7 @@ def test_mistakes_are_named():
             sim.step_chunk(np.zeros((1, 1, 5)))
         with pytest.raises(UserError, match="no episodes"):
             sim.reset([])
-        with pytest.raises(UserError, match="episode 1 has the task 'push'; this simulator runs reach"):
+        with pytest.raises(UserError, match="episode 1 has the task 'push', but this simulator runs reach"):
             sim.reset([EpisodeSpec("reach", "", 0), EpisodeSpec("push", "", 0)])
         with pytest.raises(UserError, match="layout is -1"):
             sim.reset([EpisodeSpec("reach", "", -1)])
@@ -202,6 +202,6 @@ def test_mistakes_are_named():
             sim.step_chunk(np.full((1, 2, 5), np.nan))
         with pytest.raises(UserError, match=r"shape \(2, 1, 5\)"):
             sim.step_chunk(np.zeros((2, 1, 5)))
-        with pytest.raises(UserError, match="give an image_size"):
+        with pytest.raises(UserError, match="set image_size"):
             sim.step_chunk(np.zeros((1, 1, 5)), record={0})
         assert sim.step_chunk(np.zeros((1, 1, 5))).steps.tolist() == [1]

@@ -278,7 +278,7 @@ def test_data_without_a_success_is_refused(tmp_path, data, message):
 
 
 def test_actions_of_another_robot_are_refused(tmp_path, demos):
-    with pytest.raises(UserError, match="have 1 entries, those of the simulator 2"):
+    with pytest.raises(UserError, match="have 1 entries, but the simulator's have 2"):
         CloneRecipe(clone(tmp_path, demos, sim=SimConfig(kind=f"{__name__}:open_plane")))
 
 
@@ -363,7 +363,7 @@ def test_a_policy_without_statistics_cannot_be_scaled():
         acted(Fixed([[0.5]]), LineSim(), NORMALISED)
     policy = Fixed([[0.5]])
     policy.statistics = statistics([-1.0, -1.0], [1.0, 1.0], [True, True])
-    with pytest.raises(UserError, match="statistics have 2 entries, its actions 1"):
+    with pytest.raises(UserError, match="statistics have 2 entries, but its actions have 1"):
         acted(policy, LineSim(), NORMALISED)
 
 
@@ -434,5 +434,5 @@ def test_actions_that_are_cut_off_are_warned_of_and_those_far_outside_are_refuse
         CloneRecipe(clone(tmp_path, demonstrate(tmp_path / "large", episodes=2, stretch=4.0), acting=acting))
     assert "actions of -2 to 2, outside -1..1, in 100.0%" in caplog.text
     far = demonstrate(tmp_path / "far", episodes=2, stretch=8.0)
-    with pytest.raises(UserError, match=r"far reach -4 to 4, far outside -1\.\.1.*they are in other units"):
+    with pytest.raises(UserError, match=r"far range from -4 to 4, far outside -1\.\.1.*they are in different units"):
         CloneRecipe(clone(tmp_path, far, acting=acting))

@@ -171,7 +171,7 @@ def test_failures_are_written_only_where_requested(tmp_path, monkeypatch):
 
 def test_no_success_at_all_is_an_error(tmp_path, monkeypatch):
     give_up(monkeypatch)
-    with pytest.raises(UserError, match=r"no demonstration of reach succeeded; try less noise than 0\.2"):
+    with pytest.raises(UserError, match=r"no demonstration of reach succeeded; try noise below 0\.2"):
         build_demonstrations(str(tmp_path / "demos"), episodes=1, image_size=0, noise=0.2)
     assert not (tmp_path / "demos").exists()
 
@@ -218,9 +218,7 @@ def test_an_entry_that_hardly_acts_is_named_before_its_quantiles_delete_it(caplo
     found = Demonstrations([np.zeros((200, 1), np.float32)], [actions], None, ["go"])
     with caplog.at_level("WARNING", "mmrl"):
         found.statistics()
-    said = (
-        "entries [1] of the actions stay within a fiftieth of their range in 98% of the frames (entry 1 is in 0 to 1"
-    )
+    said = "entries [1] of the actions stay within a fiftieth of their range in 98% of the frames (entry 1 is in 0 to 1"
     assert said in caplog.text
     caplog.clear()
     found.statistics([1])
@@ -234,6 +232,6 @@ def test_an_entry_that_always_acts_a_little_and_rarely_much_is_named_for_what_it
     with caplog.at_level("WARNING", "mmrl"):
         scaled = found.statistics().normalise(actions)
     assert "entries [0] of the actions stay within a fiftieth of their range in 98% of the frames" in caplog.text
-    assert "clips what they do in the others" in caplog.text
+    assert "clips them in the remaining frames" in caplog.text
     assert scaled[100] == 1.0
     assert len(np.unique(scaled[(actions > -0.008) & (actions < 0.008)])) > 100  # what it does in the others is kept

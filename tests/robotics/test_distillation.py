@@ -51,11 +51,11 @@ def test_the_policy_comes_nearer_to_its_teacher(tmp_path):
 
 
 def test_a_teacher_of_another_form_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="teacher names no policy"):
+    with pytest.raises(ValueError, match="teacher is not set"):
         distil(tmp_path, teacher=ActionPolicyConfig())
     with pytest.raises(UserError, match=r"teacher\.decisions is 4, the policy's 3"):
         check_teacher(make_flow(steps=4), make_flow(steps=3))
-    with pytest.raises(UserError, match="teacher is a FlowActionPolicy, the policy a GaussianActionPolicy"):
+    with pytest.raises(UserError, match="teacher is a FlowActionPolicy, but the policy is a GaussianActionPolicy"):
         check_teacher(make_flow(), make_gaussian())
 
 
@@ -97,9 +97,9 @@ def test_the_exact_divergence_falls(tmp_path):
 
 
 def test_divergences_that_do_not_exist_are_refused(tmp_path):
-    with pytest.raises(UserError, match=r"distil\.beta is 0\.5, but mixtures"):
+    with pytest.raises(UserError, match=r"distil\.beta is 0\.5, but the divergence from a mixture"):
         check_divergence(make_gaussian(), 0.5)
-    with pytest.raises(UserError, match="a FlowActionPolicy does not have for its decisions"):
+    with pytest.raises(UserError, match="not available for the decisions of a FlowActionPolicy"):
         check_divergence(make_flow(), 1.0)
     check_divergence(make_small(), 0.5)
     config = distil(tmp_path)

@@ -237,7 +237,7 @@ def test_bad_actions_are_named(action, message):
         ({"observation": ("state", "sound")}, "state, proprio, rgb, depth, segmentation"),
         ({"observation": ()}, "at least one of"),
         ({"horizon": 0}, "horizon is 0"),
-        ({"render_mode": "ansi"}, "there are human, rgb_array and None"),
+        ({"render_mode": "ansi"}, "must be human, rgb_array or None"),
         ({"split": "test"}, "there are train and held_out"),
         ({"reward": "dens"}, "there are sparse and dense"),
         ({"image_size": (0, 4)}, "image.height is 0; must be at least 1|image.width is 0; must be at least 1"),

@@ -86,7 +86,7 @@ def test_noise_disturbs_the_motion_and_not_the_gripper():
 
 
 def test_mistakes_are_named():
-    with pytest.raises(UserError, match="no expert for 'fly'; there are experts for reach"):
+    with pytest.raises(UserError, match="no expert for 'fly'; available for: reach"):
         Expert("fly")
     with pytest.raises(UserError, match="noise is -1"):
         Expert("reach", noise=-1)

@@ -138,14 +138,14 @@ def test_a_flow_is_predicted_once_for_each_initial_state_and_failures_are_counte
 def test_a_simulator_without_poses_needs_a_tracker(near_views):
     payload = paths([(0.1, 0.0)])
     payload.object_poses = []
-    with pytest.raises(UserError, match=r"does not report the object's pose; name flow\.tracker"):
+    with pytest.raises(UserError, match=r"does not report the object's pose; set flow\.tracker"):
         following(OneWay()).score(payload, [0])
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path):
-    with pytest.raises(UserError, match="the task reach moves no object"):
+    with pytest.raises(UserError, match="the task reach does not move an object"):
         FlowFollowing(FlowRewardConfig(), SimConfig(tasks=["reach"]), ["push", "reach"], 0)
-    with pytest.raises(UserError, match=r"name flow\.model and flow\.view"):
+    with pytest.raises(UserError, match=r"set flow\.model and flow\.view"):
         FlowFollowing(FlowRewardConfig(), SimConfig(kind="gymnasium", env="x:y"), ["x"], 0)
     with pytest.raises(UserError, match=r"sim\.image_size is 0"):
         FlowFollowing(FlowRewardConfig(tracker=TRACKER), SimConfig(image_size=0), ["push"], 0)

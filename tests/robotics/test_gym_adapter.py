@@ -76,7 +76,7 @@ def test_an_observation_that_is_one_array_is_state_or_image(space, mode, state_s
     adapted = row(Arm(space, render_mode=mode))
     assert adapted.state_size == state_size
     assert adapted.image_size == image_size
-    with pytest.raises(EnvError, match="are for a Dict"):
+    with pytest.raises(EnvError, match="only apply to a Dict"):
         row(Arm(space), state_keys=["x"])
 
 
@@ -200,7 +200,9 @@ def test_one_size_applies_to_every_image():
 
 def test_an_episode_without_success_information_is_refused():
     silent = row(Arm(info={"energy": 1}))
-    with pytest.raises(EnvError, match=r"said nothing of success, it has: energy\. Name .*success_key.*success_reward"):
+    with pytest.raises(
+        EnvError, match=r"info does not report success; it has: energy\. Set success_key.*success_reward"
+    ):
         silent.step(np.zeros(2))
     assert row(Arm(info={}), success_key="").step(np.zeros(2))[1] is False
     assert row(Arm(info={}), success_reward=2.0).step(np.zeros(2))[1] is True
@@ -222,7 +224,7 @@ def test_the_horizon_ends_an_episode_without_success_information():
     adapted.reset("Endless", 0, "train", 0)
     adapted.step(np.zeros(2))
     adapted.step(np.zeros(2))
-    with pytest.raises(EnvError, match="said nothing of success, it has: nothing"):
+    with pytest.raises(EnvError, match="info does not report success; it has: nothing"):
         adapted.step(np.zeros(2))
 
 
@@ -241,7 +243,7 @@ def test_images_are_not_part_of_the_state():
     inner = spaces.Dict({"rgb": spaces.Box(0, 255, (4, 6, 3), np.uint8)})
     observation = spaces.Dict({"cam": inner, "zeta": spaces.Box(-1, 1, (2,))})
     for options in ({}, {"state_keys": ["zeta", "cam"]}):
-        with pytest.raises(EnvError, match="the entry 'cam' of the state holds an image"):
+        with pytest.raises(EnvError, match="the entry 'cam' of the state contains an image"):
             row(Arm(observation), **options)
 
 

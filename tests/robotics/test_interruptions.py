@@ -87,7 +87,7 @@ def test_export_of_a_module_of_the_users_own_is_its_folder(tmp_path):
     model = run / "checkpoints/step-000003/model"
     exported = files(tmp_path / "out", "*")
     assert exported.pop("export.json")
-    assert b"simulation only" in exported.pop("README.md")
+    assert b"only in simulation" in exported.pop("README.md")
     assert exported == files(model, "*")
 
 

@@ -53,11 +53,11 @@ def test_episodes_of_a_policy(tmp_path):
 
 def test_what_cannot_be_checked_is_refused(tmp_path):
     recipe = SrpoRecipe(srpo(tmp_path))
-    with pytest.raises(UserError, match="there is no latent smell; there are: vjepa2, video"):
+    with pytest.raises(UserError, match="unknown latent smell; available: vjepa2, video"):
         list(check_latents(recipe, ["smell"], CheckOptions()))
     with pytest.raises(UserError, match="does not report the object's pose"):
         list(check_latents(recipe, ["object"], CheckOptions(episodes=4)))
-    with pytest.raises(UserError, match="an initial state has 20 episodes and a step takes 30; run more episodes"):
+    with pytest.raises(UserError, match="an initial state has 20 episodes, but a step needs 30; run more episodes"):
         score("task", episodes(), samples=30)
     with pytest.raises(UserError, match="episodes is 0; must be at least 1"):
         list(check_latents(recipe, ["state"], CheckOptions(episodes=0)))
@@ -79,4 +79,4 @@ def test_the_command_prints_a_table_or_what_is_wrong(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == ["latent", *["state"] * len(FORMS)]
     assert main([str(path), "--latents", "smell"]) == 2
-    assert "there is no latent smell" in capsys.readouterr().err
+    assert "unknown latent smell" in capsys.readouterr().err

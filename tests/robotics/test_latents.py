@@ -141,7 +141,7 @@ def test_short_clips_can_be_filled_up_with_their_last_frame(vjepa2):
 
 def test_a_missing_vjepa2_is_named(tmp_path):
     pytest.importorskip("transformers", reason="needs pip install 'mmrl-suite[vlm]'")
-    with pytest.raises(UserError, match="no V-JEPA 2 model can be read from"):
+    with pytest.raises(UserError, match="cannot read a V-JEPA 2 model from"):
         make_latent(LatentConfig("vjepa2", options={"path": str(tmp_path)}))
 
 
@@ -313,8 +313,8 @@ def test_an_empty_batch_has_latents_of_the_right_size(video_encoder):
     ("config", "message"),
     [
         (LatentConfig("jepa"), "allowed: vjepa2, video, pixels, state, object"),
-        (LatentConfig("pixels", path="here"), "latent.path is 'here', but latent.kind=pixels reads no folder"),
-        (LatentConfig("state", path="here", options={"mean": [0.0], "std": [1.0]}), "has its scale from"),
+        (LatentConfig("pixels", path="here"), "latent.path is 'here', but latent.kind=pixels does not read a folder"),
+        (LatentConfig("state", path="here", options={"mean": [0.0], "std": [1.0]}), "takes its scale from"),
         (LatentConfig("pixels", options={"sides": 4}), "latent.options has sides; options of pixels are: side"),
         (LatentConfig("pixels", options={"side": 0}), "at least 1"),
         (LatentConfig("pixels", frames="all"), "allowed: step, chunk"),

@@ -229,7 +229,7 @@ def test_frames_that_are_in_no_episode_are_named_before_they_are_lost(tmp_path):
     states, actions, images, task, success = made_episode(0)
     writer = EpisodeWriter(tmp_path / "open", FPS, features(), "arm")
     writer.add_frame(states[0], actions[0], {"front": images["front"][0]})
-    with pytest.raises(ValueError, match=r"1 frames of add_frame are in no episode of .*open; call save_episode"):
+    with pytest.raises(ValueError, match=r"1 frames from add_frame have not been saved to .*open; call save_episode"):
         writer.finish()
     assert writer.save_episode(task, success) == 0  # the writer is still open
     writer.finish()
@@ -270,9 +270,9 @@ def test_a_second_writer_is_refused_until_the_first_is_finished(tmp_path):
 @pytest.mark.parametrize(
     ("dtype", "value", "words"),
     [
-        ("float32", 1e39, r"next.reward has the value 1e\+39, which the dataset's float32 cannot hold"),
-        ("uint8", 300, "has the value 300, which the dataset's uint8 cannot hold"),
-        ("int64", 0.5, "has the value 0.5, which the dataset's int64 cannot hold"),
+        ("float32", 1e39, r"next.reward has the value 1e\+39, which the dataset's float32 cannot represent"),
+        ("uint8", 300, "has the value 300, which the dataset's uint8 cannot represent"),
+        ("int64", 0.5, "has the value 0.5, which the dataset's int64 cannot represent"),
     ],
 )
 def test_values_that_the_stored_type_cannot_hold_are_refused(tmp_path, dtype, value, words):
@@ -489,7 +489,7 @@ def test_wrong_episodes_are_refused_whole(tmp_path, changes, words):
 def test_features_that_cannot_be_stored_are_named(tmp_path, feature, words):
     with pytest.raises(UserError, match=words):
         EpisodeWriter(tmp_path, FPS, feature)
-    with pytest.raises(UserError, match=r"fps is -12\.5; expected frames a second, above 0"):
+    with pytest.raises(UserError, match=r"fps is -12\.5; expected frames per second, above 0"):
         EpisodeWriter(tmp_path, -12.5, features())
 
 

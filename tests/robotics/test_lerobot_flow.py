@@ -154,7 +154,7 @@ def test_decisions_of_another_shape_are_refused(policy):
         policy.log_probs(inputs(), torch.zeros(3, 3, 8))
     with pytest.raises(ValueError, match="temperature is 0"):
         policy.act(inputs(), seeded(), temperature=0.0)
-    with pytest.raises(UserError, match="needs state, which the observations lack"):
+    with pytest.raises(UserError, match="needs state, which is missing from the observations"):
         policy.act(PolicyInputs(None, None, ("go",)), seeded())
 
 
@@ -285,5 +285,5 @@ def test_reinforcement_learning_improves_a_smolvla(lerobot, built, tmp_path, cap
 @pytest.mark.slow
 def test_a_policy_without_a_flow_head_is_refused(lerobot, tmp_path):
     run_peer(lerobot, lerobot_policies, tmp_path)
-    with pytest.raises(UserError, match=r"type act, which has no flow head.*model\.kind lerobot"):
+    with pytest.raises(UserError, match=r"type act, which has no trainable flow head.*model\.kind lerobot"):
         LeRobotFlowPolicy(LeRobotFlowConfig(str(tmp_path / "act"), python=lerobot))

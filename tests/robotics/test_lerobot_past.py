@@ -143,9 +143,7 @@ def test_scoring_needs_no_past(policy):
 
 def test_a_past_of_another_length_is_refused(policy):
     longer = {f"past_{name}": getattr(batch(), f"past_{name}")[:, :1] for name in PARTS}
-    with pytest.raises(
-        UserError, match="of 2 control steps before the present one; there are: past_images 1, past_views 1"
-    ):
+    with pytest.raises(UserError, match="of 2 previous control steps; got past_images 1, past_views 1"):
         policy.act(batch(**longer), seeded())
     with pytest.raises(UserError, match="past_images missing, past_views 2, past_state 2"):
         policy.act(batch(past_images=None), seeded())
@@ -262,5 +260,7 @@ def test_evaluations_choose_the_actions_of_lerobots_select_action(lerobot, built
 
 @pytest.mark.slow
 def test_policies_of_other_queues_are_refused(lerobot, built):
-    with pytest.raises(UserError, match=r"policy of type vqbet, whose predictions read a queue.*diffusion is served"):
+    with pytest.raises(
+        UserError, match=r"policy of type vqbet, whose predictions read a queue.*only diffusion is supported"
+    ):
         LeRobotPolicy(LeRobotPolicyConfig(str(built / "vqbet"), python=lerobot))

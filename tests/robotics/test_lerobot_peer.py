@@ -131,7 +131,7 @@ def add(writer, number, success):
 
 def test_what_lerobot_wrote_is_appended_to(foreign):
     with EpisodeWriter(foreign) as writer:
-        with pytest.raises(ValueError, match=r"made without next\.success and does not store success; give None"):
+        with pytest.raises(ValueError, match=r"made without next\.success and does not store success; pass None"):
             add(writer, 3, True)
         add(writer, 3, None)
     with EpisodeWriter(foreign, peer.FPS, peer.FEATURES, "arm") as writer:
@@ -197,7 +197,7 @@ def test_annotations_of_lerobot_are_read_back_as_lists(tmp_path):
     content["features"]["language_events"] = {"dtype": "language", "shape": [1], "names": None}
     info.write_text(json.dumps(content))
     assert LeRobotReader(tmp_path).episode(0).extra["language_events"].tolist() == said
-    with pytest.raises(UserError, match="language_events of dtype 'language', which this writer does not write"):
+    with pytest.raises(UserError, match="language_events of dtype 'language', which this writer does not support"):
         EpisodeWriter(tmp_path)
 
 
@@ -212,7 +212,7 @@ SMALL = {
     ("changes", "words"),
     [
         ({"images": {"depth": np.ones((2, 4, 6), np.uint8)}}, "has type uint8; depth is uint16 in millimetres or"),
-        ({"images": {"depth": np.ones((2, 4, 6), np.float32)}}, "which is 'm'; the dataset holds depth in 'mm'"),
+        ({"images": {"depth": np.ones((2, 4, 6), np.float32)}}, "which is 'm'; the dataset stores depth in 'mm'"),
         ({"images": {"depth": np.ones((2, 4, 6, 3), np.uint16)}}, r"expected \(2, 4, 6, 1\)"),
         ({"extra": {"mode": np.array([1, 2])}}, "not texts"),
         ({"task": ["a"]}, "task has 1 texts; the episode has 2 frames"),
@@ -241,7 +241,7 @@ def test_episodes_that_do_not_fit_are_refused(tmp_path, changes, words):
 
 
 def test_a_dataset_is_opened_by_its_folder_alone(tmp_path):
-    with pytest.raises(UserError, match=r"no dataset in .*; a new one needs fps and features"):
+    with pytest.raises(UserError, match=r"no dataset found in .*; pass fps and features"):
         EpisodeWriter(tmp_path / "none")
     with EpisodeWriter(tmp_path, 10, robot_features(None, 1), "arm") as writer:
         writer.add_episode(None, np.ones((3, 1)), None, "push", True)

@@ -99,9 +99,11 @@ def test_cameras_are_given_in_the_order_of_the_simulators(served, tmp_path, clos
     base = policy.act(PolicyInputs(pixels, STATES, ("go",) * 3, views * 0), seeded(), greedy=True).actions
     found = policy.act(batch, seeded(), greedy=True).actions - base
     np.testing.assert_allclose(found[0, :, 0], (100 - 10 - 20) / 255, atol=1e-6)
-    with pytest.raises(UserError, match=r"needs views, which the observations lack; its cameras are .*base, .*left"):
+    with pytest.raises(
+        UserError, match=r"needs views, which is missing from the observations; its cameras are .*base, .*left"
+    ):
         policy.act(PolicyInputs(pixels, STATES, ("go",) * 3), seeded())
-    with pytest.raises(UserError, match=r"sees .*base, .*left, .*right; the observations have 1 views"):
+    with pytest.raises(UserError, match=r"uses the cameras .*base, .*left, .*right, but the observations have 1 views"):
         policy.act(PolicyInputs(pixels, STATES, ("go",) * 3, views[:, :1]), seeded())
     check_fit(policy, LineSim(views=("hand", "top")))
     with pytest.raises(UserError, match=r"sees 3 cameras: .*base, .*left, .*right; .*sim.views \[hand\]"):
@@ -145,7 +147,7 @@ def test_cloning_learns_the_demonstrated_actions(policy):
 
 
 def test_what_cannot_be_served_is_named(policy, tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="needs state, which the observations lack"):
+    with pytest.raises(UserError, match="needs state, which is missing from the observations"):
         policy.act(PolicyInputs(None, None, ("go",)), seeded())
     with pytest.raises(ValueError, match="folder is empty"):
         LeRobotPolicy(LeRobotPolicyConfig())
@@ -208,7 +210,7 @@ def test_policies_of_lerobot_act_are_evaluated_and_trained(lerobot, built, kind,
 @pytest.mark.slow
 def test_overlapping_chunks_are_averaged_as_by_lerobot(lerobot, built, caplog):
     policy = LeRobotPolicy(LeRobotPolicyConfig(str(built / "act_ensemble"), python=lerobot))
-    assert "with acting.ensemble: 0.5" in caplog.text
+    assert "set acting.ensemble: 0.5" in caplog.text
     seen = observations()
     batch = PolicyInputs(torch.from_numpy(seen["images"]), torch.from_numpy(seen["state"]), ("go",) * 3)
     chunk = policy.predict(batch, seed=5).numpy()
@@ -244,5 +246,5 @@ def test_policies_of_two_cameras_see_both(lerobot, built, kind, tmp_path):
 
 @pytest.mark.slow
 def test_what_lerobot_cannot_load_is_named(lerobot, tmp_path):
-    with pytest.raises(UserError, match=r"is no LeRobot policy: it has no config\.json"):
+    with pytest.raises(UserError, match=r"is not a LeRobot policy: it has no config\.json"):
         LeRobotPolicy(LeRobotPolicyConfig(str(tmp_path), python=lerobot))

@@ -163,7 +163,7 @@ def test_counts_that_disagree_are_named(foreign):
     pq.write_table(pq.read_table(path, partitioning=None).slice(0, 6), path)
     reader = LeRobotReader(foreign)
     assert len(reader.episode(0)) == 3
-    with pytest.raises(UserError, match=r"episode 1 has 3 frames in .*file-000\.parquet; meta/episodes says 4"):
+    with pytest.raises(UserError, match=r"episode 1 has 3 frames in .*file-000\.parquet; meta/episodes has 4"):
         reader.episode(1)
     with pytest.raises(UserError, match=r"no episode 2; .* has 2"):
         reader.episode(2)

@@ -52,7 +52,7 @@ def seeded(seed=0):
 
 def test_a_tokenizer_is_a_folder(tmp_path):
     options = LeRobotPolicyConfig("anything", tokenizer=str(tmp_path / "absent"))
-    with pytest.raises(UserError, match=r"model\.options\.tokenizer is .*absent, which is no folder"):
+    with pytest.raises(UserError, match=r"model\.options\.tokenizer is .*absent, which is not a folder"):
         LeRobotPolicy(options)
 
 
@@ -71,9 +71,7 @@ def test_a_tokenizer_reaches_the_other_side_and_its_way_of_acting_this_one(tmp_p
     with caplog.at_level("INFO", "mmrl"):
         LeRobotPolicy(LeRobotPolicyConfig("anything", tokenizer=str(tmp_path))).close()
     assert "predicts 4 control steps and in lerobot executes 3 of them" in caplog.text
-    assert "averages its overlapping chunks in lerobot; here greedy evaluation does with acting.ensemble: 0.01" in (
-        caplog.text
-    )
+    assert "averages its overlapping chunks in lerobot; here, set acting.ensemble: 0.01" in (caplog.text)
 
 
 # Below: policies of the package itself.
@@ -174,10 +172,10 @@ def test_weights_that_lerobot_does_not_read_are_refused(lerobot, built, tmp_path
     del weights["model.time_mlp_in.weight"]
     save_file(weights, file)
     options = {"python": lerobot, "tokenizer": text_of(built, "pi05")}
-    with pytest.raises(UserError, match=r"the weights of .* are not those of a pi05: .*time_mlp_in\.weight"):
+    with pytest.raises(UserError, match=r"the weights of .* do not belong to a pi05: .*time_mlp_in\.weight"):
         LeRobotPolicy(LeRobotPolicyConfig(str(tmp_path / "pi05"), **options))
     file.write_bytes(b"nothing")
-    with pytest.raises(UserError, match=r"are not those of a pi05: lerobot did not read them"):
+    with pytest.raises(UserError, match=r"do not belong to a pi05: lerobot did not read them"):
         LeRobotPolicy(LeRobotPolicyConfig(str(tmp_path / "pi05"), **options))
 
 
@@ -185,7 +183,7 @@ def test_weights_that_lerobot_does_not_read_are_refused(lerobot, built, tmp_path
 @pytest.mark.parametrize("kind", ["xvla", "groot"])
 def test_heads_that_are_no_flow_of_velocities_are_refused(lerobot, built, kind):
     options = LeRobotFlowConfig(str(built / kind), python=lerobot, tokenizer=text_of(built, kind))
-    with pytest.raises(UserError, match=rf"of type {kind}, which has no flow head.*model\.kind lerobot"):
+    with pytest.raises(UserError, match=rf"of type {kind}, which has no trainable flow head.*model\.kind lerobot"):
         LeRobotFlowPolicy(options)
 
 

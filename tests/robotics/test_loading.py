@@ -118,7 +118,7 @@ def test_settings_of_a_saved_vlm_can_be_changed(tmp_path):
     with pytest.raises(UserError, match=r"model\.options\.vlm: .*rang"):
         load(path=tmp_path / "saved", vlm={"rang": 2})
     load(encoder=BLIND).save_pretrained(tmp_path / "small")
-    with pytest.raises(UserError, match=r"vlm is given, but .*small holds a policy of kind 'small'"):
+    with pytest.raises(UserError, match=r"vlm is given, but .*small contains a policy of kind 'small'"):
         load(path=tmp_path / "small", vlm={"dtype": "float32"})
 
 
@@ -229,9 +229,9 @@ def test_unknown_options_list_allowed_ones(kind, options, message):
 @pytest.mark.parametrize(
     ("sim", "message"),
     [
-        (TwoArms(), "actions have 1 entries, those of the simulator 2"),
-        (WideSim(), r"images of \(32, 32\) pixels, the simulator renders \(64, 32\)"),
-        (BlindSim(), r"images of \(32, 32\) pixels, the simulator renders None"),
+        (TwoArms(), "actions have 1 entries, but the simulator's have 2"),
+        (WideSim(), r"images of \(32, 32\) pixels, but the simulator renders \(64, 32\)"),
+        (BlindSim(), r"images of \(32, 32\) pixels, but the simulator renders None"),
     ],
 )
 def test_a_policy_of_another_simulator_does_not_fit(sim, message):
@@ -242,7 +242,7 @@ def test_a_policy_of_another_simulator_does_not_fit(sim, message):
 def test_a_policy_of_other_states_does_not_fit():
     policy = load(encoder=BLIND)
     policy.config.encoder.state_size = 9
-    with pytest.raises(UserError, match="reads 9 state entries, the simulator has 2"):
+    with pytest.raises(UserError, match="reads 9 state entries, but the simulator has 2"):
         check_fit(policy, LineSim())
     check_fit(load(WALKER, chunk=1), WideSim())  # what a user's module looks at is its own affair
 

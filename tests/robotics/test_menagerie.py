@@ -160,7 +160,7 @@ def test_a_missing_mesh_is_named(tmp_path, monkeypatch):
 
 def test_an_arm_with_other_frames_is_refused(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(make_menagerie(tmp_path, "panda", PANDA | {"link4": ("0.09 0 0", "1 1 0 0")})))
-    with pytest.raises(UserError, match=r"link link4 of .*panda.xml is elsewhere .*by 0.0075"):
+    with pytest.raises(UserError, match=r"link link4 of .*panda.xml is at a different position .*by 0.0075"):
         presented()
 
 

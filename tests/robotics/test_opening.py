@@ -160,7 +160,7 @@ def test_an_environment_without_success_stops_with_what_to_name(closing):
     pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
     sim = closing(opened(kind="gymnasium", env="Pendulum-v1", image_size=0, workers=1, horizon=3))
     first_state(sim)
-    with pytest.raises(UserError, match="Pendulum-v1: an episode has ended and info said nothing of success"):
+    with pytest.raises(UserError, match="Pendulum-v1: an episode has ended, but info does not report success"):
         sim.step_chunk(np.zeros((1, 3, 1)))
 
 

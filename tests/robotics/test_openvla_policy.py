@@ -93,7 +93,7 @@ def test_two_images_are_seen_as_by_the_original(folder):
         choice = policy.act(both, seeded(), greedy=True)
         assert np.array_equal(choice.decisions + 31744, golden["tokens"])
     assert policy.views == 1
-    with pytest.raises(UserError, match=r"sees 2 images \(num_images_in_input\); the observations have 1,"):
+    with pytest.raises(UserError, match=r"uses 2 images \(num_images_in_input\), but the observations have 1,"):
         policy.logits(batch())
 
 
@@ -224,7 +224,7 @@ def test_what_cannot_be_used_is_named(folder, tmp_path):
 
     with pytest.raises(ValueError, match="folder is empty"):
         OpenVlaPolicy(OpenVlaConfig())
-    with pytest.raises(UserError, match=r"no OpenVLA model: it has no config\.json"):
+    with pytest.raises(UserError, match=r"not an OpenVLA model: it has no config\.json"):
         OpenVlaPolicy(OpenVlaConfig(str(tmp_path)))
     with pytest.raises(UserError, match=r"unnorm_key is 'bridge'; .* has statistics of: tiny_no_noops"):
         OpenVlaPolicy(OpenVlaConfig(str(folder), unnorm_key="bridge"))
@@ -232,13 +232,13 @@ def test_what_cannot_be_used_is_named(folder, tmp_path):
         OpenVlaPolicy(changed("preprocessor_config.json", image_resize_strategy="letterbox"))
     with pytest.raises(UserError, match=r"language model is of type 'phi'.*docs/adding\.md"):
         OpenVlaPolicy(changed("config.json", text_config={"model_type": "phi"}))
-    with pytest.raises(UserError, match=r"weights in .* are of another model: .*projector\.fc1"):
+    with pytest.raises(UserError, match=r"weights in .* belong to a different model: .*projector\.fc1"):
         OpenVlaPolicy(changed("config.json", use_fused_vision_backbone=False))
     config = changed("config.json")
     (tmp_path / "changed/action_head--150000_checkpoint.pt").write_bytes(b"")
-    with pytest.raises(UserError, match=r"has action_head--150000_checkpoint\.pt; a policy of action tokens has"):
+    with pytest.raises(UserError, match=r"has action_head--150000_checkpoint\.pt; a policy with action tokens has"):
         OpenVlaPolicy(config)
-    with pytest.raises(UserError, match="needs images, which the observations lack"):
+    with pytest.raises(UserError, match="needs images, but the observations have none"):
         OpenVlaPolicy(OpenVlaConfig(str(folder))).act(PolicyInputs(None, None, ("go",)), seeded())
 
 

@@ -252,23 +252,25 @@ def test_the_folder_decides_the_policy(folder, tmp_path):
     assert isinstance(load(folder, num_images_in_input=2), OpenVlaRegressionPolicy)
     tokens = changed_folder(folder, tmp_path / "tokens")
     (tokens / HEAD_FILE).unlink()
-    with pytest.raises(UserError, match=r"has proprio_projector--150000_checkpoint\.pt; a policy of action tokens has"):
+    with pytest.raises(
+        UserError, match=r"has proprio_projector--150000_checkpoint\.pt; a policy with action tokens has"
+    ):
         load(tokens)
     (tokens / PROJECTOR_FILE).unlink()
     assert isinstance(load(tokens), OpenVlaPolicy)
-    with pytest.raises(UserError, match=r"no action_head--\*_checkpoint\.pt; OpenVlaPolicy takes"):
+    with pytest.raises(UserError, match=r"no action_head--\*_checkpoint\.pt; use OpenVlaPolicy"):
         OpenVlaRegressionPolicy(config(tokens))
 
 
 def test_sizes_that_do_not_fit_are_named(policy, folder, tmp_path):
     for state, found in ((None, "none"), (torch.zeros(2, 3), "3")):
-        with pytest.raises(UserError, match=f"reads a state of 8 entries; the observations have {found}"):
+        with pytest.raises(UserError, match=f"reads a state of 8 entries, but the observations have {found}"):
             policy.act(replace(batch(), state=state), seeded())
-    with pytest.raises(UserError, match=r"sees 2 images \(num_images_in_input\); the observations have 1"):
+    with pytest.raises(UserError, match=r"uses 2 images \(num_images_in_input\), but the observations have 1"):
         policy.act(replace(batch(), views=None), seeded())
     sim = LineSim(views=("wrist",))
     sim.action_size = 7
-    with pytest.raises(UserError, match="the policy reads 8 state entries, the simulator has 2"):
+    with pytest.raises(UserError, match="the policy reads 8 state entries, but the simulator has 2"):
         check_fit(policy, sim)
     sim.state_size = 8
     check_fit(policy, sim)
@@ -280,9 +282,9 @@ def test_sizes_that_do_not_fit_are_named(policy, folder, tmp_path):
         return config(target)
 
     short = {part: {name: values[:6] for name, values in known[part].items()} for part in known}
-    with pytest.raises(UserError, match="predicts actions of 7 entries; the statistics are of 6"):
+    with pytest.raises(UserError, match="predicts actions of 7 entries, but the statistics have 6"):
         OpenVlaRegressionPolicy(statistics(action=short["action"]))
-    with pytest.raises(UserError, match="reads a state of 8 entries; the statistics are of 6"):
+    with pytest.raises(UserError, match="reads a state of 8 entries, but the statistics have 6"):
         OpenVlaRegressionPolicy(statistics(proprio=short["proprio"]))
     (target / "dataset_statistics.json").write_text(json.dumps({"x": {"action": known["action"]}}))
     with pytest.raises(UserError, match=r"statistics of 'x' in .* have no part 'proprio'"):
@@ -307,9 +309,9 @@ def test_other_parts_are_refused_by_name(folder, tmp_path):
     holds("is a diffusion head", HEAD_FILE, {"module.noise_predictor.mlp_resnet.fc1.weight": torch.zeros(1)})
     holds(r"cannot be read \(EOFError\)", HEAD_FILE)
     holds(r"cannot be read \(UnpicklingError\)", HEAD_FILE, {"x": Path("code")})
-    holds("holds no weights by name", HEAD_FILE, [1])
-    holds("no action head of OpenVLA-OFT", HEAD_FILE, {"x": torch.zeros(1)})
-    holds("no projector of OpenVLA-OFT", PROJECTOR_FILE, {"x": torch.zeros(1)})
+    holds("contains no named weights", HEAD_FILE, [1])
+    holds("not an OpenVLA-OFT action head", HEAD_FILE, {"x": torch.zeros(1)})
+    holds("not an OpenVLA-OFT projector", PROJECTOR_FILE, {"x": torch.zeros(1)})
     holds(r"do not fit this model: .*layer_norm1\.weight", HEAD_FILE, ActionHead(7, 16, 32).state_dict())
     holds("label_smoothing has no effect", "notes.txt", label_smoothing=0.1)
 
@@ -317,11 +319,11 @@ def test_other_parts_are_refused_by_name(folder, tmp_path):
 def test_weights_of_another_policy_are_not_loaded(policy, tmp_path):
     policy.save_pretrained(tmp_path / "saved")
     (tmp_path / "saved" / PROJECTOR_FILE).unlink()
-    with pytest.raises(UserError, match=r"no proprio_projector--\*_checkpoint\.pt, so it is no saved policy"):
+    with pytest.raises(UserError, match=r"no proprio_projector--\*_checkpoint\.pt, so it is not a saved policy"):
         policy.load_weights(tmp_path / "saved")
     policy.save_pretrained(tmp_path / "saved")
     torch.save({"log_std": torch.zeros(3)}, tmp_path / "saved/log_std.pt")
-    with pytest.raises(UserError, match=r"log_std\.pt holds no log_std of 7 entries"):
+    with pytest.raises(UserError, match=r"log_std\.pt does not contain a log_std with 7 entries"):
         open_policy(tmp_path / "saved")
 
 

@@ -91,13 +91,16 @@ def test_successful_episodes_of_an_expert_become_demonstrations(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"expert": f"{ENVS}:fails"}, r"in 0 of 4 episodes of 'Slider', 8 are wanted; 4 .* failed.*ZeroDivision"),
+        ({"expert": f"{ENVS}:fails"}, r"in 0 of 4 episodes of 'Slider', 8 are required; 4 .* failed.*ZeroDivision"),
         ({"expert": f"{ENVS}:wide"}, r"the expert's action is \[0\. 0\.\]; expected 1 finite number"),
         ({"expert": f"{ENVS}:nothing"}, "has no 'nothing'"),
         ({"expert": ""}, "has no built-in expert"),
         ({"expert": f"{ENVS}:slide", "first_layout": 1, "episodes": 0}, "episodes is 0; must be at least 1"),
         ({"sim": {**SLIDER, "envs": 1}}, "envs"),
-        ({"sim": {"kind": "tabletop", "tasks": ["reach"]}, "expert": f"{ENVS}:slide"}, "only gymnasium takes one"),
+        (
+            {"sim": {"kind": "tabletop", "tasks": ["reach"]}, "expert": f"{ENVS}:slide"},
+            "only gymnasium takes an expert",
+        ),
     ],
 )
 def test_an_expert_that_cannot_work_is_named(tmp_path, changes, message):
@@ -154,5 +157,7 @@ def test_bounds_of_actions_travel_from_the_environment_into_the_served_folder(tm
 @pytest.mark.parametrize("entries", [{"low": [0.0]}, {"low": [1.0], "high": [0.0]}, {"low": [0.0], "high": [None]}])
 def test_damaged_bounds_are_named(tmp_path, entries):
     (tmp_path / "action_bounds.json").write_text(json.dumps(entries))
-    with pytest.raises(UserError, match=r"bounds\.json (needs low and high with 1|has low .* no low may be above)"):
+    with pytest.raises(
+        UserError, match=r"bounds\.json (needs low and high with 1|has low .* low must not exceed high)"
+    ):
         ActionRange.load(tmp_path / "action_bounds.json", 1)

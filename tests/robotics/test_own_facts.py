@@ -63,7 +63,7 @@ def test_unequal_starts_of_compared_episodes_are_named(tmp_path, caplog, kind, a
         for step in range(2):
             recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step(step))
     recipe.close()
-    assert caplog.text.count("do not start alike: the state differs") == (not alike)
+    assert caplog.text.count("do not start from the same state: the state differs") == (not alike)
 
 
 def opened(caplog, name, **changes):
@@ -92,7 +92,10 @@ def test_a_policy_whose_processor_does_otherwise_is_refused(caplog, adapter, fit
         check_fit(policy, sim)
         assert sim.image_size == (48, 96)
         return
-    with pytest.raises(UserError, match=r"by 'pad', the simulator by 'stretch'\. Set sim\.options\.adapter {fit: pad}"):
+    with pytest.raises(
+        UserError,
+        match=r"'pad' for non-square images, but the simulator uses 'stretch'\. Set sim\.options\.adapter {fit: pad}",
+    ):
         check_fit(policy, sim)
 
 

@@ -210,7 +210,7 @@ def test_rows_of_an_observation_and_of_inputs_keep_their_past():
         PolicyInputs(None, inputs.state, inputs.instructions, past_state=inputs.state)
     with pytest.raises(ValueError, match=r"past_images must be \(B, P, H, W, 3\) uint8"):
         PolicyInputs(inputs.images, None, inputs.instructions, past_images=inputs.images)
-    with pytest.raises(ValueError, match="past_views has 2 rows, there are 3 instructions"):
+    with pytest.raises(ValueError, match="past_views has 2 rows, but there are 3 instructions"):
         PolicyInputs(None, None, inputs.instructions, past_views=inputs.past_views[:2])
 
 

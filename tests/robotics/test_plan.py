@@ -39,7 +39,7 @@ def test_the_command_shows_a_policy_and_refuses_others(tmp_path, capsys):
     assert any(line.split()[:1] == ["acting"] and line.endswith("sampling") for line in lines)
     options = "model.options={folder: none, dtype: float32}"
     assert main(["train", str(file), "--dry-run", "model.kind=openvla", options]) == 2
-    assert "known without a folder: openvla/openvla-7b" in capsys.readouterr().err
+    assert "these can be planned without a folder: openvla/openvla-7b" in capsys.readouterr().err
     assert main(["train", str(file), "--dry-run", "model.kind=lerobot", "model.options={folder: none}"]) == 0
     assert "no plan for a policy of model.kind lerobot" in capsys.readouterr().out
 

@@ -118,8 +118,8 @@ def test_a_saved_policy_is_recorded(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"action_size": 7}, "have 7 entries; those at the table have 5"),
-        ({"state_size": 3}, "reads a state of 3 entries; the tabletop has state with 22, proprio with 10"),
+        ({"action_size": 7}, "have 7 entries, but tabletop actions have 5"),
+        ({"state_size": 3}, "reads a state of 3 entries, but the tabletop has state with 22, proprio with 10"),
     ],
 )
 def test_policies_of_other_robots_are_refused(changes, message, tmp_path):
@@ -156,10 +156,10 @@ def test_strips_show_frames_from_the_first_to_the_last(tmp_path):
     ("arguments", "message"),
     [
         (["fly"], "task is 'fly'; there are reach"),
-        (["push", "--policy", "nobody"], "--policy is 'nobody'; there are expert, random, and no such folder"),
+        (["push", "--policy", "nobody"], "--policy is 'nobody', which is neither one of expert, random nor the folder"),
         (["push", "--episodes", "0"], "--episodes is 0; must be at least 1"),
-        (["push", "--video", "film.gif"], "film.gif does not end with .mp4"),
-        (["push", "--strip", "film.jpg"], "film.jpg does not end with .png"),
+        (["push", "--video", "film.gif"], "film.gif must end with .mp4"),
+        (["push", "--strip", "film.jpg"], "film.jpg must end with .png"),
         (["push", "arms=panda"], "did you mean|arm"),
         (["push", "arm=hand"], "panda, ur5e"),
         (["push", "split=test"], "train"),

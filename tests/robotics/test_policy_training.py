@@ -161,5 +161,5 @@ def test_lines_of_an_evaluation_hold_the_very_actions(tmp_path, model):
 
 
 def test_more_steps_than_a_chunk_has_cannot_be_carried_out(tmp_path, model):
-    with pytest.raises(UserError, match=r"acting\.n_action_steps is 5; the policy's chunk has 4 steps"):
+    with pytest.raises(UserError, match=r"acting\.n_action_steps is 5, but the policy's chunk has 4 steps"):
         RobotGrpoRecipe(configured(tmp_path, model("small"), acting=ActingSettings(n_action_steps=5)))

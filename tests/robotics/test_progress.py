@@ -213,7 +213,7 @@ def test_the_initial_norm_does_not_depend_on_the_other_failures():
 def test_the_initial_norm_needs_first_frames():
     latents, success, valid, tasks = on_a_line([1.0, 2.0])
     settings = ProgressSettings(norm="initial")
-    with pytest.raises(ValueError, match="needs the latents of first frames; give `first`"):
+    with pytest.raises(ValueError, match="needs the latents of first frames; pass `first`"):
         progress_rewards(latents, success, valid, tasks, settings)
     for first in (latents[:2], np.where(latents > 1, np.nan, latents)):
         with pytest.raises(ValueError, match=r"latents of first frames are .*; expected \(3, 3\), finite"):
@@ -249,7 +249,7 @@ def test_a_state_that_was_never_solved_borrows_the_successes_of_its_task():
 
 
 def test_a_fallback_to_the_task_is_refused_where_the_task_is_the_reference():
-    with pytest.raises(ValueError, match="references are those of the task already"):
+    with pytest.raises(ValueError, match="references already is task"):
         check_config(ProgressSettings(task_fallback=True))
 
 

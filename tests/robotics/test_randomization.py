@@ -340,7 +340,7 @@ def test_a_noise_is_that_of_its_control_step():
 @pytest.mark.parametrize(
     ("given", "problem"),
     [
-        ({"friction": [1.4, 0.6]}, "randomization.friction is [1.4, 0.6]; the first number is the least"),
+        ({"friction": [1.4, 0.6]}, "randomization.friction is [1.4, 0.6]; the first number must be the smaller one"),
         ({"mass": [0.0, 1.0]}, "mass is [0.0, 1.0]; must be a list of 2, each positive, in shares"),
         ({"mass": [0.5]}, "must be a list of 2"),
         ({"action_delay": [0, 99]}, "in control steps"),
@@ -363,7 +363,7 @@ def test_draws_that_do_not_exist_are_refused():
     for draw in (-1, 0.5):
         with pytest.raises(UserError, match="draw is"):
             env.reset(options={"layout": 0, "draw": draw})
-    with pytest.raises(UserError, match="there are layout, split, draw"):
+    with pytest.raises(UserError, match="available: layout, split, draw"):
         env.reset(options={"drawing": 1})
 
 

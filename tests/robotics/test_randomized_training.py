@@ -66,11 +66,15 @@ def test_a_group_shares_its_draw_unless_each_episode_has_its_own(per, tmp_path, 
 
 def test_a_set_that_asks_for_a_randomisation_that_is_off_is_refused():
     path = CONFIGS[0].with_name("tabletop_grpo.yaml")
-    with pytest.raises(UserError, match=r"eval_data\.held_out\.randomized is true, but sim\.randomization draws"):
+    with pytest.raises(
+        UserError, match=r"eval_data\.held_out\.randomized is true, but sim\.randomization has no ranges"
+    ):
         load_run(path, ["eval_data.held_out.randomized=true"])
     with pytest.raises(UserError, match=r"sim\.randomization\.mass"):
         load_run(path, ["sim.randomization.mass=[-1,1]"])
-    with pytest.raises(UserError, match=r"sim\.randomization\.per is 'episode', but nothing is sampled in training"):
+    with pytest.raises(
+        UserError, match=r"sim\.randomization\.per is 'episode', but no episodes are sampled during training"
+    ):
         load_run(CONFIGS[0].with_name("tabletop_clone.yaml"), ["sim.randomization.per=episode"])
 
 

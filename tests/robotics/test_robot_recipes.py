@@ -417,7 +417,10 @@ def test_broken_environments_do_not_count_as_failures_of_the_policy(tmp_path):
         ({"objective": ObjectiveConfig(preset="srpo", kl={"kind": "full", "coef": 0.1})}, "use k1, k2, k3"),
         ({"logp_level": "episode"}, "logp_level is 'episode'; allowed: token, chunk"),
         ({"trainer": trainer(samples_per_task=1)}, "samples_per_task is 1, but the advantage 'group_mean_std'"),
-        ({"acting": ActingSettings(ensemble=0.1), "evaluation": SAMPLED}, "ensemble is 0.1, which is for greedy"),
+        (
+            {"acting": ActingSettings(ensemble=0.1), "evaluation": SAMPLED},
+            "ensemble is 0.1, which only applies to greedy",
+        ),
         ({"data": EpisodeSetConfig(layouts=0)}, "layouts is 0"),
         ({"data": EpisodeSetConfig(split="test")}, "split is 'test'; allowed: train, held_out, all"),
         ({"model": ActionPolicyConfig(kind="huge")}, "model.kind is 'huge'; allowed: small, gaussian, flow, vlm"),
@@ -440,7 +443,7 @@ def test_bad_settings(tmp_path, changes, message):
     ("data", "message"),
     [
         (EpisodeSetConfig(split="held_out", layouts=8, first=493), "first=493 and layouts=8 exceed the 500 layouts"),
-        (EpisodeSetConfig(split="all"), "there is no split all; this simulator has: train, held_out"),
+        (EpisodeSetConfig(split="all"), "unknown split all; this simulator has: train, held_out"),
         (EpisodeSetConfig(tasks=["fly"]), "unknown task fly; this simulator has: right, left"),
     ],
 )

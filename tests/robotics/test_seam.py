@@ -94,17 +94,21 @@ def test_metres_and_normalised_actions_become_the_same_targets(tmp_path):
         (
             (-1.0, 1.0),
             "environment",
-            r"declared environment, but they reach -1 to 1.*set demonstrations.units=normalis",
+            r"declared as environment, but they range from -1 to 1.*set demonstrations.units=normalis",
         ),
-        ((-60.0, 30.0), "environment", r"reach -60 to 30, far outside -0\.06\.\.0\.03: they are in other units"),
+        (
+            (-60.0, 30.0),
+            "environment",
+            r"range from -60 to 30, far outside -0\.06\.\.0\.03: they are in different units",
+        ),
         ((-60.0, 30.0), "normalised", r"far outside -1\.\.1.*or set demonstrations.units=environment"),
         (
             (-0.06, 0.03),
             "",
-            r"own are in -0\.06\.\.0\.03: the numbers fit the environment's own units and -1\.\.1, and nothing says",
+            r"-0\.06\.\.0\.03: the numbers fit the environment's own units and -1\.\.1, and the units are not declared",
         ),
-        ((-1.0, 1.0), "", r"own are in -0\.06\.\.0\.03: the numbers fit -1\.\.1, and nothing says"),
-        ((-0.06, 7.0), "", r"own are in -0\.06\.\.0\.03: the numbers fit neither of both, and nothing says"),
+        ((-1.0, 1.0), "", r"own are in -0\.06\.\.0\.03: the numbers fit -1\.\.1, and the units are not declared"),
+        ((-0.06, 7.0), "", r"own are in -0\.06\.\.0\.03: the numbers fit neither, and the units are not declared"),
     ],
 )
 def test_units_that_are_undeclared_or_contradicted_by_the_numbers_are_asked_for(tmp_path, actions, units, message):
@@ -116,7 +120,9 @@ def test_a_box_larger_than_one_contradicts_normalised(tmp_path):
     sim = PlainSim()
     sim.action_bounds = [[-2.5], [2.5]]
     data = write(tmp_path / "data", (-2.5, 2.4))
-    with pytest.raises(UserError, match=r"declared normalised, but they reach -2\.5 to 2\.4, which fits the bounds"):
+    with pytest.raises(
+        UserError, match=r"declared as normalised, but they range from -2\.5 to 2\.4, which fits the bounds"
+    ):
         recipe(tmp_path, data, "normalised", sim)
     np.testing.assert_allclose(recipe(tmp_path, data, "environment", sim).demonstrations.actions[0][0], -1)
 
@@ -133,7 +139,7 @@ def test_what_the_dataset_says_of_its_units_counts(tmp_path):
     with pytest.raises(UserError, match=r"actions of .* in m reach -0\.06 to 0\.03"):
         recipe(tmp_path, tmp_path / "si")
     other = write(tmp_path / "other", (-1, 1), units="normalised", low=[-0.5], high=[0.5])
-    with pytest.raises(UserError, match=r"of the bounds -0\.5\.\.0\.5, the simulator has -0\.06\.\.0\.03"):
+    with pytest.raises(UserError, match=r"for the bounds -0\.5\.\.0\.5, but the simulator has -0\.06\.\.0\.03"):
         recipe(tmp_path, other)
 
 
@@ -239,13 +245,13 @@ def test_policies_from_elsewhere_declare_their_units_where_these_are_not_minus_o
 
 def test_a_lerobot_policys_own_statistics_are_read(caplog):
     data = {"action": {"min": [0.0], "max": [512.0]}, "observation.state": {"min": [0, 1], "max": [1, 1]}}
-    with pytest.raises(UserError, match=r"my_pusht learned from actions of 0 to 512, far outside -1\.\.1"):
+    with pytest.raises(UserError, match=r"my_pusht was trained on actions from 0 to 512, far outside -1\.\.1"):
         check_data("my_pusht", data, None)
     with pytest.raises(UserError, match=r"far outside 0\.\.5"):
         check_data("my_pusht", data, ActionRange((0.0,), (5.0,)))
     with caplog.at_level(logging.WARNING, "mmrl"):
         check_data("my_pusht", data, ActionRange((0.0,), (512.0,)))
-    assert "entries [1] of the state never changed in the data of my_pusht" in caplog.text
+    assert "state entries [1] never changed in the data of my_pusht" in caplog.text
     check_data("my_pusht", {}, None)
     stats = {"action": {"min": torch.zeros(1), "max": np.ones(1), "mean": [0.5]}, "other": {"min": [0], "max": [1]}}
     steps = [SimpleNamespace(), SimpleNamespace(stats=stats), SimpleNamespace(stats=None)]
@@ -258,8 +264,11 @@ def test_a_lerobot_policys_own_statistics_are_read(caplog):
 @pytest.mark.parametrize(
     ("about", "message"),
     [
-        ({"fps": 30}, r"data has 30 control steps a second, the simulator 12\.5.*model\.accept_other=\[control_hz\]"),
-        ({"fps": 12}, "data has 12 control steps a second"),
+        (
+            {"fps": 30},
+            r"data has 30 control steps per second, the simulator has 12\.5.*model\.accept_other=\[control_hz\]",
+        ),
+        ({"fps": 12}, "data has 12 control steps per second"),
         (
             {"state": ("one", "x")},
             "entry 0 of the state is 'one' in .*data and 'x' in the simulator, the same names in",
@@ -304,7 +313,7 @@ def test_swapped_cameras_of_a_dataset_are_refused(tmp_path):
         if fits:
             found.fitted(about, sim)
         else:
-            with pytest.raises(UserError, match="has the camera 'hand', the simulator has 'front'"):
+            with pytest.raises(UserError, match="has the camera 'hand' in a position where the simulator has 'front'"):
                 found.fitted(about, sim)
 
 
@@ -319,7 +328,7 @@ def test_an_unknown_rate_is_said(tmp_path, caplog):
     sim.control_hz = None
     with caplog.at_level(logging.WARNING, "mmrl"):
         recipe(tmp_path, write(tmp_path / "data"), "environment", sim)
-    assert "does not say its control rate, so the 12.5 frames a second" in caplog.text
+    assert "does not report its control rate, so the 12.5 frames per second" in caplog.text
 
 
 @pytest.fixture
@@ -340,7 +349,7 @@ def test_a_policys_folder_says_what_it_was_trained_with(saved):
     [
         ("state", {"state_names": ("one", "x")}, "entry 0 of the state is 'x' in .* and 'one' in the simulator"),
         ("actions", {"action_names": ("pull",)}, "entry 0 of an action is 'push' in"),
-        ("control_hz", {"control_hz": 50}, r"has 12\.5 control steps a second, the simulator 50"),
+        ("control_hz", {"control_hz": 50}, r"has 12\.5 control steps per second, the simulator has 50"),
         ("action_bounds", {"action_bounds": [[-0.6], [0.3]]}, r"are -0\.06\.\.0\.03 in .* and -0\.6\.\.0\.3 in"),
     ],
 )
@@ -393,8 +402,8 @@ def test_a_served_policy_says_and_compares_it(saved):
     assert served.format.unused({**message, "control_hz": 12.5}) == []
     for said, complaint in (
         ({"observation/state_names": ["one", "x"]}, "entry 0 of the state is 'x' in .* and 'one' in the robot"),
-        ({"control_hz": 30}, r"has 12\.5 control steps a second, the robot 30"),
-        ({"control_hz": "fast"}, "expected control steps a second, above 0"),
+        ({"control_hz": 30}, r"has 12\.5 control steps per second, the robot has 30"),
+        ({"control_hz": "fast"}, "expected control steps per second, above 0"),
     ):
         with pytest.raises(BadMessageError, match=complaint):
             served.format.read({**message, **said})

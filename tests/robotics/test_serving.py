@@ -190,7 +190,7 @@ BAD = [
     (seen(**{STATE: np.array(["a", "b"])}), "observation/state is an array of the dtype '<U1'"),
     (seen(prompt=None), "there is no prompt; expected a text"),
     (seen(prompt=7), "prompt is the int 7; expected a text"),
-    (seen(endpoint="fly"), "endpoint is the text 'fly'; there are: infer (or none), reset"),
+    (seen(endpoint="fly"), "endpoint is the text 'fly'; must be infer (or missing) or reset"),
     ({}, "The message has: nothing"),
     ([1, 2], "the message is a list of 2; expected a dictionary"),
     (np.zeros(2), "the message is float64 (2,); expected a dictionary"),
@@ -216,7 +216,7 @@ def test_bad_messages_are_refused_by_name_and_the_next_is_answered(shared, messa
     with robot(shared) as connection:
         reply = ask(connection, message)
         assert isinstance(reply, str)
-        assert reply.startswith("message refused: ")
+        assert reply.startswith("message rejected: ")
         assert said in reply
         assert ask(connection, seen(0.5))["actions"][0, 0] == 0.5
 
@@ -278,7 +278,7 @@ def test_other_numbers_of_observations_in_a_row_are_refused():
     for name, said in expected.items():
         with pytest.raises(BadMessageError, match=f"{name} is {said}"):
             read.read(message | {name: message[name][1:]})
-        with pytest.raises(BadMessageError, match="some entries hold 3 observations in a row and others one"):
+        with pytest.raises(BadMessageError, match="some entries contain 3 observations in a row and others only one"):
             read.read(message | {name: message[name][0]})
     message[STATE][0, 1] = np.nan
     with pytest.raises(BadMessageError, match=rf"{STATE} is not finite in the entries \[1\]"):
@@ -319,15 +319,15 @@ def test_own_messages_are_unpacked_as_packed():
 def test_a_policy_that_raises_fails_its_own_message_only(caplog):
     policy = StatePolicy()
     with caplog.at_level("INFO", "mmrl"), running(policy) as server, robot(server) as one, robot(server) as other:
-        assert ask(one, seen(9)) == "the policy gave no answer: ZeroDivisionError: nine"
-        assert ask(one, seen(9)) == "the policy gave no answer: ZeroDivisionError: nine"
-        assert ask(one, seen(8)) == "the policy gave no answer: the policy chose actions that are not finite"
+        assert ask(one, seen(9)) == "the policy gave no response: ZeroDivisionError: nine"
+        assert ask(one, seen(9)) == "the policy gave no response: ZeroDivisionError: nine"
+        assert ask(one, seen(8)) == "the policy gave no response: the policy chose actions that are not finite"
         assert ask(other, seen(0.25))["actions"][0, 0] == 0.25
         assert ask(one, seen(0.5))["actions"][0, 0] == 0.5
     logged = [record.getMessage() for record in caplog.records]
-    assert logged.count("robot 1: the policy gave no answer: ZeroDivisionError: nine") == 1
+    assert logged.count("robot 1: the policy gave no response: ZeroDivisionError: nine") == 1
     assert sum("raise ZeroDivisionError" in line for line in logged) == 1
-    assert any(line.startswith("robot 1 left: 1 answers, 3 refused; policy median") for line in logged)
+    assert any(line.startswith("robot 1 left: 1 responses, 3 rejected; policy median") for line in logged)
     assert any(line.startswith("2 robots: 2 answers, 3 refused") for line in logged)
 
 
@@ -390,7 +390,7 @@ BOMBS = [
     (msgpack.packb({"p" * 50_000: {"a": 0}}), "an entry's name is longer than 256 characters"),
     (msgpack.packb({"a" * 200: {"b" * 100: 0}}), "an entry's name is longer than 256 characters"),
     (MAPS, "more than 10000 entries"),
-    ((b"\x81\xa4" + b"key ") * 400 + b"\x01", "dictionaries inside one another, more than 8 deep"),
+    ((b"\x81\xa4" + b"key ") * 400 + b"\x01", "dictionaries nested more than 8 deep"),
     (seen(prompt="go " * 5000), "prompt has 15000 characters; at most 10000 are read"),
     (msgpack.packb({"observation/state": {b"__ndarray__": True, b"data": b"", b"dtype": "<f4", b"shape": [0] * 9000}}),
      "observation/state is an array of the shape"),
@@ -485,11 +485,11 @@ def test_what_the_policy_does_not_read_or_know_is_said_once(caplog):
                 assert ask(connection, message | {"prompt": "go upwards"})["actions"].shape == (4, 1)
             assert "has 40 words; at most 32" in ask(connection, message | {"prompt": "go " * 40})
     logged = [record.getMessage() for record in caplog.records]
-    assert logged.count("robot 1 sends observation/wrist_image, which the policy does not read") == 1
+    assert logged.count("robot 1 sends observation/wrist_image, which the policy does not use") == 1
     assert logged.count("robot 1: the policy does not know the words upwards") == 1
 
 
 def test_a_taken_port_is_named(shared):
     served = ServedPolicy.from_policy(StatePolicy(), ServeConfig(), None, 2)
-    with pytest.raises(UserError, match=f"port {shared.port}: another process has it; choose another --port"):
+    with pytest.raises(UserError, match=f"port {shared.port}: the port is already in use; choose another --port"):
         asyncio.run(PolicyServer(served, port=shared.port).serve())

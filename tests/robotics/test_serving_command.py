@@ -66,7 +66,7 @@ def test_run_export_and_checkpoint_open(tmp_path):
     assert served.about["source"].endswith("step-000002")
     assert open_served_policy(run, ServeConfig(), step=2).about["recipe"] == "robot_grpo"
     export_run(find_recipe("robot_grpo"), config, run, tmp_path / "out")
-    with pytest.raises(UserError, match="is served from its run folder"):
+    with pytest.raises(UserError, match="must be served from its run folder"):
         open_served_policy(tmp_path / "out", ServeConfig())
     tiny_policy(LineSim()).save_pretrained(tmp_path / "saved")
     saved = open_served_policy(tmp_path / "saved", ServeConfig())
@@ -99,7 +99,7 @@ def test_policies_of_every_kind_open_with_their_inputs(tmp_path):
         (["nowhere"], "nowhere is neither a run folder (config.yaml) nor a robot policy (policy.json)"),
         (["nowhere", "temprature=1"], "did you mean 'temperature'?"),
         (["nowhere", "max_batch=0"], "max_batch"),
-        (["nowhere", "image_key=prompt"], "name each entry once"),
+        (["nowhere", "image_key=prompt"], "the names must differ"),
     ],
 )
 def test_usage_errors_are_one_line(arguments, said, capsys, tmp_path, monkeypatch):
@@ -156,7 +156,7 @@ def test_ctrl_c_sends_robots_away_and_exits_130(command):
     assert said_last.startswith("mmrl: SIGINT: no longer serving; start again with: mmrl serve ")
     assert "Traceback" not in said + complaint
     assert any("protocol of openpi-client" in line for line in served.lines)
-    assert "robot 1 was sent away: 0 answers" in said
+    assert "robot 1 was disconnected by the server: 0 responses" in said
 
 
 def test_the_run_of_a_cloned_policy_is_served(command, tmp_path):
@@ -172,7 +172,9 @@ def test_the_run_of_a_cloned_policy_is_served(command, tmp_path):
 
 def test_the_recipes_that_a_refusal_names_can_be_served(tmp_path):
     (tmp_path / "config.yaml").write_text("recipe: sft\nmodel: {path: x}\ndata: {path: x}\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"a run of the recipe sft; policies can be served of: ") as refusal:
+    with pytest.raises(
+        UserError, match=r"a run of the recipe sft; only policies of these recipes can be served: "
+    ) as refusal:
         open_served_policy(tmp_path, ServeConfig())
     for name in str(refusal.value).rpartition(": ")[2].split(", "):
         assert issubclass(find_recipe(name).load_config_class(), RobotParts), name

@@ -75,7 +75,7 @@ def test_memory_is_measured_and_limited():
     ids=str,
 )
 def test_an_environment_that_describes_itself_wrongly_is_refused(claims):
-    with pytest.raises(RunError, match=f"describes itself wrongly: {next(iter(claims))}"):
+    with pytest.raises(RunError, match=f"reports an invalid description: {next(iter(claims))}"):
         SubprocessSim(settings("lying", kwargs=claims, images=False))
 
 

@@ -127,7 +127,7 @@ def test_a_step_without_any_latent_stops_with_the_reason(tmp_path, folders, monk
     monkeypatch.setattr(recipe.latent, "_prepare", fails)
     with pytest.raises(RunError, match=r"no episode of this step has a latent: out of memory; latent\.kind is pixels"):
         collected(recipe)
-    assert "an episode has no latent and is left out of the update: out of memory" in caplog.text
+    assert "an episode has no latent and is excluded from the update: out of memory" in caplog.text
 
 
 BY_STATE = ProgressSettings(preset="initial_state", min_samples=10_000)
@@ -275,7 +275,7 @@ def test_remembered_successes_survive_an_interruption(tmp_path, progress):
         (LatentConfig(kind="pixels", frames="all"), "latent.frames is 'all'; allowed: step, chunk"),
         (
             LatentConfig(kind="state", options={"mean": [0.0] * 3, "std": [1.0] * 3}),
-            r"scaled to the 3 entries of latent\.options; the simulator's state has 2",
+            r"scaled to the 3 entries of latent\.options, but the simulator's state has 2",
         ),
     ],
 )

@@ -66,7 +66,7 @@ def test_a_run_ranks_its_steps(tmp_path):
 
 
 def test_learned_noise_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"only model\.kind flow with noise: fixed scores"):
+    with pytest.raises(UserError, match=r"only available for model\.kind flow with noise: fixed"):
         RobotGrpoRecipe(ranked(tmp_path, noise="learned"))
 
 

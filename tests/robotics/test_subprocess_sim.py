@@ -288,7 +288,7 @@ def test_the_expert_of_the_environment_is_asked(calm):
     [
         (EpisodeSpec("fly", "", 0), r"no task 'fly'; tasks\(\) has: chatty, die"),
         (EpisodeSpec("walk", "", 0, "test"), "no split 'test'; there are: held_out, train"),
-        (EpisodeSpec("walk", "", 50), "no layout 50 of train; there are 0 to 49"),
+        (EpisodeSpec("walk", "", 50), "layout 50 of train does not exist; available: 0 to 49"),
         (EpisodeSpec("walk", "", -1), "no layout -1"),
     ],
 )
@@ -301,7 +301,7 @@ def test_an_episode_that_does_not_exist_is_refused(calm, episode, message):
 
 def test_actions_that_do_not_fit_are_refused_and_harm_nothing():
     with SubprocessSim(settings(kwargs={"draws": False}, images=False)) as sim:
-        with pytest.raises(UserError, match="no row is live"):
+        with pytest.raises(UserError, match="all episodes have ended"):
             sim.step_chunk(np.zeros((0, 1, 2)))
         sim.reset(specs("walk"))
         for shape in [(1, 2), (2, 1, 2), (1, 0, 2), (1, 1, 3)]:

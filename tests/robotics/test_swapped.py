@@ -73,7 +73,7 @@ def test_views_are_those_of_the_other_layout_too():
 def test_what_cannot_be_shown_is_refused():
     with pytest.raises(UserError, match="needs two initial states of each task; left has 1"):
         swap_layouts([*specs((0, 1)), *specs((7, 7), "left")])
-    with pytest.raises(RunError, match=r"whose images were to be shown did not start: .*layout=3.*would not start"):
+    with pytest.raises(RunError, match=r"whose images should be shown did not start: .*layout=3.*would not start"):
         FirstImages(LineSim(never_starts=[3]), specs((2, 3)))
 
     class Blind(LineSim):

@@ -112,5 +112,5 @@ def test_what_does_not_fit_is_refused_by_name(closing):
         envs.step(np.zeros(5))
     with pytest.raises(UserError, match="row 0 runs the task reach of the split train, not push"):
         envs.batch.restart({0: EpisodeSpec("push", "", 0)})
-    with pytest.raises(UserError, match="there is no row 7"):
+    with pytest.raises(UserError, match="row 7 does not exist"):
         envs.batch.restart({7: EpisodeSpec("reach", "", 0)})

@@ -60,7 +60,7 @@ def test_inputs_carry_their_views():
     assert batch.to("cpu").views is not None
     with pytest.raises(ValueError, match=r"views must be \(B, V, H, W, 3\) uint8; got torch.uint8 \(3, 4, 4, 3\)"):
         PolicyInputs(None, None, ("a", "b", "c"), views[:, 0])
-    with pytest.raises(ValueError, match="views has 3 rows, there are 1 instructions"):
+    with pytest.raises(ValueError, match="views has 3 rows, but there are 1 instructions"):
         PolicyInputs(None, None, ("a",), views)
 
 
@@ -130,11 +130,11 @@ def test_a_vector_environment_observes_them(closing):
     ("changes", "message"),
     [
         ({"views": ["top"]}, "no camera 'top'; it has: front, wrist"),
-        ({"views": ["front"]}, "the camera front is named twice: front, front"),
+        ({"views": ["front"]}, "the camera front is listed twice: front, front"),
         ({"camera": "wrist", "views": ["wrist"]}, r"sim.views is \[wrist\] with sim.camera 'wrist'"),
-        ({"views": ["wrist", "wrist"]}, "name each camera once"),
-        ({"views": ["wrist"], "image_size": 0}, r"sim.views is \[wrist\] with sim.image_size 0"),
-        ({"views": ["wrist"], "kind": "gymnasium_robotics"}, "gymnasium_robotics has one camera"),
+        ({"views": ["wrist", "wrist"]}, "list each camera once"),
+        ({"views": ["wrist"], "image_size": 0}, r"sim.views is \[wrist\], but sim.image_size is 0"),
+        ({"views": ["wrist"], "kind": "gymnasium_robotics"}, "gymnasium_robotics has only one camera"),
         ({"kind": "libero", "options": {"views": ["x"]}}, r"sim.options has views; set sim\.views"),
     ],
 )
@@ -210,9 +210,9 @@ def test_entries_of_an_observation_are_views():
 
 
 def test_what_an_environment_does_not_show_is_named():
-    with pytest.raises(EnvError, match=r"no further camera 'hand'.*has the images right, wide beside.*policy_image"):
+    with pytest.raises(EnvError, match=r"no additional camera 'hand'.*has the images right, wide.*policy_image"):
         GymRow(TwoEyes(), horizon=5, views=["hand"])
-    with pytest.raises(EnvError, match=r"no further camera 'left'"):
+    with pytest.raises(EnvError, match=r"no additional camera 'left'"):
         GymRow(TwoEyes(), horizon=5, views=["left"])
     with pytest.raises(EnvError, match=r"'wide' .* \(8, 12, 3\); expected \(4, 6, 3\)"):
         GymRow(TwoEyes(), horizon=5, views=["wide"])
@@ -292,9 +292,9 @@ def small_policy():
 
 def test_a_policy_of_one_camera_is_not_given_several():
     check_fit(small_policy(), LineSim())
-    with pytest.raises(UserError, match=r"sim.views \[hand\], but this SmallVlaPolicy sees one camera at most"):
+    with pytest.raises(UserError, match=r"sim.views \[hand\], but this SmallVlaPolicy uses at most one camera"):
         check_fit(small_policy(), LineSim(views=("hand",)))
-    with pytest.raises(UserError, match=r"sim.views \[hand\], but a policy of model.kind vlm sees one camera at most"):
+    with pytest.raises(UserError, match=r"sim.views \[hand\], but a policy of model.kind vlm uses at most one camera"):
         load_action_policy(ActionPolicyConfig(kind="vlm"), LineSim(views=("hand",)), 0)
 
 
@@ -340,7 +340,7 @@ def test_demonstrations_hold_each_camera_by_its_name(recorded):
     assert plain.digest() != found.digest()
     with pytest.raises(UserError, match=r"demonstrations.views has 'top', but .* has front, wrist"):
         load_demonstrations(DemonstrationConfig(str(recorded), views=["top"]))
-    with pytest.raises(ValueError, match=r"demonstrations.views is \[front\].*name each camera once"):
+    with pytest.raises(ValueError, match=r"demonstrations.views is \[front\].*list each camera once"):
         DemonstrationConfig(str(recorded), views=["front"]).validate()
 
 
@@ -393,12 +393,12 @@ def test_a_served_policy_reads_the_images_of_further_cameras():
         read.read({"observation/image": image})
     with pytest.raises(BadMessageError, match=r"wrist_image has the shape \(4, 6, 3\); expected \(8, 6, 3\)"):
         read.read(message | {"observation/wrist_image": wrist[:4]})
-    with pytest.raises(UserError, match=r"sees 2 cameras besides the first, but view_keys names 1: .*wrist_image"):
+    with pytest.raises(UserError, match=r"uses 2 cameras besides the first, but view_keys lists 1: .*wrist_image"):
         ObservationFormat((8, 6), None, ServeConfig(), views=2)
     one = ObservationFormat((8, 6), None, ServeConfig(prompt="go"))
     assert one.read(message).views is None
     assert one.unused(message) == ["observation/wrist_image"]
-    with pytest.raises(ValueError, match="name each entry once"):
+    with pytest.raises(ValueError, match="the names must differ"):
         ServeConfig(view_keys=["observation/image"]).validate()
 
 

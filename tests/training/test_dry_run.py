@@ -142,7 +142,7 @@ BAD = {
     "videos": ("tspo", needles_beyond_the_video, "needle"),
     "flow": ("flow3d", clips_of_another_kind, "no clips"),
     "episodes": ("robot_grpo", a_task_that_the_simulator_lacks, "sideways"),
-    "demonstrations": ("robot_clone", actions_of_another_length, "entries, those of the simulator"),
+    "demonstrations": ("robot_clone", actions_of_another_length, "entries, but the simulator's have"),
 }
 
 

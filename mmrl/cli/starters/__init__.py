@@ -1,4 +1,4 @@
-"""First configurations of users' own runs, for `mmrl init`: a few commented lines with their model, data and rewards.
+"""Starter configurations for `mmrl init`: a few commented lines with their model, data and rewards.
 
 Each is a YAML file of this folder in which `<model=DEFAULT>`, `<data=DEFAULT>`, `<folder>`, `<reward>` and `<term>`,
 the reward's name, are filled in. One that ends in _cpu is for machines without a GPU.
@@ -20,14 +20,14 @@ from mmrl.files import expanded, write_atomically
 STARTERS = ("papo", "grpo", "text", "sft", "screens", "video", "awm", "robot", "agent")
 PLACE = re.compile(r"<(folder|model|data|reward|term)(?:=(.*?))?>")
 ARGUMENTS = re.compile(r"(?<=kwargs: ){.*?}")
-"""Arguments of the default environment; another one has others."""
+"""Arguments of the default environment; other environments have different ones."""
 ROWS_READ = 16
-"""Rows whose answers choose the reward."""
+"""Number of rows whose answers determine the reward."""
 STUB = '''"""The reward of {file}."""
 
 
 def {name}(completions, {arguments}**columns):
-    """One number for each answer, 1 for a right one; None where it does not apply."""
+    """One number per response: 1 if it is correct, None if the reward does not apply."""
     scores = []
     for text, *row in zip(completions, {columns}strict=True):
         scores.append(0.0)  # write your check of `text` here
@@ -38,7 +38,7 @@ def {name}(completions, {arguments}**columns):
 def write_starter(
     name: str, file: Path, model: str | None, data: str | None, reward: str | None, device: str, *, force: bool
 ) -> list[str]:
-    """Write the configuration of a starter, with rewards that fit the rows; existing files stay unless `force` is set.
+    """Write a starter configuration with rewards that fit the rows; existing files are kept unless `force` is set.
 
     Args:
         name: a row of STARTERS.
@@ -54,11 +54,11 @@ def write_starter(
         The files, and remarks, as lines to print.
     """
     if file.exists() and not force:
-        raise UserError(f"{file} exists; --force overwrites it")
+        raise UserError(f"{file} already exists; --force overwrites it")
     text = _text_for(name, device)
     places = dict(PLACE.findall(text))
     if reward is not None and "reward" not in places:
-        raise UserError(f"--reward is for {', '.join(_rewarded())}; {name} has no rewards to name")
+        raise UserError(f"--reward is for {', '.join(_rewarded())}; {name} has no configurable rewards")
     lines, fitting = [f"written: {file}"], ""
     if "reward" in places and reward is None:
         columns, fitting = _rows_of(expanded(data)) if data else ([], "math")
@@ -67,7 +67,7 @@ def write_starter(
             reward = str(place.parent / reward) if place.parent != Path() else reward
             if force or not place.exists():
                 write_atomically(place, _stub(file.name, columns))
-                lines.append(f"written: {place}; fill in its function, since the rows have no answer to compare with")
+                lines.append(f"written: {place}; fill in its function, because the rows have no answer to compare with")
     write_atomically(file, _filled(text, model, data, f"runs/{file.stem}", reward or "", fitting))
     return lines
 

@@ -15,8 +15,10 @@ PORT = 8081
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("runs", metavar="RUN", type=Path, nargs="+", help="folders of runs or of `mmrl compare`")
-    port = f"the page's port on this machine; default: {PORT}; 0 for a free one"
+    parser.add_argument(
+        "runs", metavar="RUN", type=Path, nargs="+", help="folders of runs or of comparisons (`mmrl compare`)"
+    )
+    port = f"port of the page on this machine; default: {PORT}; 0 picks a free one"
     parser.add_argument("--port", metavar="N", type=int, default=PORT, help=port)
     parser.add_argument("--text", action="store_true", help="show the runs in the terminal instead")
     parser.add_argument("--once", action="store_true", help="with --text: print once and exit")
@@ -27,7 +29,7 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     from mmrl.cli.watch.folders import WatchedFolders
 
     if args.once and not args.text:
-        raise UserError("--once needs --text; give both")
+        raise UserError("--once requires --text")
     if not 0 <= args.port <= 65535:
         raise UserError(f"--port is {args.port}; must be from 0 to 65535")
     folders = WatchedFolders(args.runs)
@@ -47,6 +49,6 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
     except OSError as error:
         raise UserError(f"port {args.port} cannot be used ({error.strerror}); choose another with --port") from error
     with server:
-        say(f"watching at {server.address}; Ctrl-C ends it, the runs go on")
+        say(f"watching at {server.address}; Ctrl-C stops this page; the runs continue")
         server.serve_forever()
     return 0

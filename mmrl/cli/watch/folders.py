@@ -20,25 +20,25 @@ from mmrl.runs.statistics import HEADLINES, SHARES
 
 SIGNS_OF_A_RUN = {"metrics.jsonl", "evaluations.jsonl", "config.yaml", "run.lock", MARKER}
 DEEPEST = 4
-"""Levels below a given folder at which a run may be, such as a comparison's `sweep/ARM/VALUE/seed-1`."""
+"""Maximum depth of a run below a watched folder, such as a comparison's `sweep/ARM/VALUE/seed-1`."""
 READ_S = 0.6
-"""Seconds of reading before an answer; what is left is read before the next."""
+"""Maximum seconds of reading before a reply; the rest is read before the next one."""
 
 
 class WatchedFolders:
-    """The runs of the given folders, found again at each look, since a comparison starts one after another."""
+    """The runs of the given folders, searched on each refresh because a comparison adds runs over time."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         for folder in folders:
             if not folder.is_dir():
-                raise UserError(f"there is no folder {folder}; `mmrl watch` takes folders of runs or of comparisons")
+                raise UserError(f"folder not found: {folder}; `mmrl watch` takes folders of runs or of comparisons")
         self.folders = list(dict.fromkeys(folder.resolve() for folder in folders))
         self.runs: dict[str, WatchedRun] = {}
         self.behind = False
-        """Whether long files are still being read."""
+        """Whether long files have not been read completely yet."""
 
     def refresh(self, seconds: float = READ_S) -> None:
-        """Find the runs, and read what they have written since."""
+        """Find the runs and read what they have written since the last refresh."""
         found = {_name(place, self.folders): place for folder in self.folders for place in _runs_below(folder)}
         known = self.runs
         self.runs = {name: known.get(name) or WatchedRun(place, name) for name, place in found.items()}
@@ -47,7 +47,7 @@ class WatchedFolders:
         self.behind = not all(ended)
 
     def comparisons(self) -> list[dict[str, Any]]:
-        """Queue and results so far of each folder of `mmrl compare`."""
+        """Queue and current results of each folder of `mmrl compare`."""
         contents = [(folder, json_object(folder / "comparison.json")) for folder in self.folders]
         return [self._comparison_or_problem(folder, content) for folder, content in contents if content]
 
@@ -81,7 +81,7 @@ class WatchedFolders:
 
 
 def planned_runs(comparison: dict[str, Any]) -> Iterator[str]:
-    """Labels of the runs that a comparison.json knows of, in the order in which they start."""
+    """Labels of the runs that a comparison.json lists, in the order in which they start."""
     sweep, arms = comparison.get("sweep") or {}, comparison.get("arms") or {}
     values = [(arm, row["value"]) for arm, entry in sweep.get("arms", {}).items() for row in entry["rows"]]
     yield from (sweep_label(arm, value, seed) for seed in sweep.get("seeds", ()) for arm, value in values)
@@ -150,7 +150,7 @@ WIDTH = 40
 EVERY_S = 2.0
 CURVES = ("reward/mean", "policy/entropy", "policy/kl_ref", "optim/grad_norm", "response/length_mean")
 MOST_RUNS = 8
-"""Runs with curves; of a comparison, those that run or ended last."""
+"""Maximum number of runs with curves; of a comparison, the running ones and those that ended last."""
 
 
 def follow(folders: WatchedFolders) -> None:

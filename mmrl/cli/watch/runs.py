@@ -26,27 +26,27 @@ from mmrl.runs.records import STEP_NAME, iterate_jsonl, parsed_line, read_warnin
 from mmrl.runs.statistics import HEADLINES, SHARES
 
 CHUNK = 2**22
-"""Bytes of one look, so that a long file is read in parts between which requests are answered."""
+"""Bytes read at a time, so that requests can be answered while a long file is read."""
 LARGEST_STEP = 2**53
 
 
 class Tail:
-    """Records that a JSON Lines file got since the last look.
+    """Records that a JSON Lines file has gained since the last read.
 
-    A partial last line waits for its end. A file that was replaced or cut, as `--resume` does, is read from its start.
+    A partial last line is kept until it is complete. A file that was replaced or cut, as by `--resume`, is read again.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.behind = False
-        """Whether the file goes on after what the last look took."""
+        """Whether the file continues after the part read last."""
         self.damaged = 0
-        """Lines so far that cannot be read."""
+        """Number of lines so far that could not be read."""
         self._rest = b""
         self._forget(0)
 
     def read(self) -> tuple[bool, list[dict[str, Any]]]:
-        """Whether the records of earlier looks no longer count, and the new ones."""
+        """Whether the records of earlier reads are obsolete, and the new records."""
         try:
             with open_file(self.path) as file:
                 found = os.fstat(file.fileno())
@@ -84,7 +84,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 class Columns:
-    """Numbers of a run by metric, one a step; a step that is written again takes the place of it and of later ones."""
+    """Numbers of a run by metric, one per step; a step that is written again replaces itself and all later ones."""
 
     def __init__(self) -> None:
         self.steps = array("q")
@@ -108,7 +108,7 @@ class Columns:
                 column.append(min(max(value, -1e300), 1e300))  # a whole number may be larger than any float
 
     def names(self) -> list[str]:
-        """Metrics in the order in which they came."""
+        """Metrics in order of first appearance."""
         return list(self._values)
 
     def column(self, name: str) -> np.ndarray:
@@ -124,7 +124,7 @@ class Columns:
         return column[-1] if column and len(column) == len(self.steps) else None
 
     def thinned(self, name: str, points: int) -> dict[str, list[float]]:
-        """A curve of at most so many points: means, and beyond that number of steps lows and highs of the buckets."""
+        """A curve with at most `points` points: the values, or the mean, minimum and maximum of each bucket."""
         values = self.column(name)
         kept = np.isfinite(values)
         steps, values = np.array(self.steps)[kept], values[kept]
@@ -141,25 +141,25 @@ class Columns:
 
 
 def short(values: np.ndarray) -> list[float]:
-    """Numbers with five digits, which is more than a chart shows."""
+    """Numbers with five significant digits, which is more than a chart shows."""
     return [float(f"{value:.5g}") for value in values]
 
 
 LOCK_TEXT = re.compile(r"process (\d+) on (\S+)")
 RECENT_STEPS = 100
-"""Steps that the remaining time is estimated from; earlier ones may precede a pause."""
+"""Number of recent steps used to estimate the remaining time; earlier ones may precede a pause."""
 SERVED = re.compile(r"samples/step-\d+/[\w-]+\.png|videos/step-\d+[\w.=-]*\.mp4")
-"""Files of a run folder that the page may ask for."""
+"""Files of a run folder that the page may request."""
 MOST_SAMPLES = 32
 MOST_ROWS = 1000
-"""Warnings or samples that are read from a file."""
+"""Maximum number of warnings or samples read from a file."""
 SUMMED = ("reward/errors", "rollers/lost", "rollers/again")
-"""Counts of single steps; those below count from the start of the run."""
+"""Metrics that count events per step; other counters below count from the start of the run."""
 COUNTED = ("checkpoint/failed", "optim/skipped", "optim/overflows", "data/skipped", "sim/")
 
 
 class WatchedRun:
-    """Records of one run; `refresh` reads the new ones in its folder."""
+    """Records of one run; `refresh` reads new records from its folder."""
 
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
@@ -169,7 +169,7 @@ class WatchedRun:
         self._tails = Tail(folder / "metrics.jsonl"), Tail(folder / "evaluations.jsonl")
 
     def refresh(self, deadline: float) -> bool:
-        """Read on until nothing is left or the time is over; returns whether nothing is left."""
+        """Read until nothing is left or the time is up; returns whether nothing is left."""
         metrics, evaluations = self._tails
         while True:
             anew, records = metrics.read()
@@ -187,7 +187,7 @@ class WatchedRun:
                 return False
 
     def state(self) -> tuple[str, str]:
-        """One of running, finished, failed, stopped, waiting; and the reason of a failure."""
+        """State (running, finished, failed, stopped or waiting) and the reason for a failure."""
         if _is_locked(self.folder / LOCK_FILE):
             return "running", ""
         failed = self._json("experiment_run.json").get("failed")
@@ -224,7 +224,7 @@ class WatchedRun:
         }
 
     def notes(self) -> list[str]:
-        """Warnings, counts of what failed, and the reasons of failed environments."""
+        """Warnings, failure counts, and the reasons why environments failed."""
         notes = [readable(text) for text in read_warnings(self.folder)]
         notes += [f"{tail.path.name}: {tail.damaged} lines cannot be read" for tail in self._tails if tail.damaged]
         for name in self.metrics.names():
@@ -236,7 +236,7 @@ class WatchedRun:
         return notes + [f"{path.name}: {_last_line(path)}" for path in failures[:10]]
 
     def sample_steps(self) -> list[int]:
-        """Steps, in rising order, that have samples or videos."""
+        """Steps with samples or videos, in ascending order."""
         paths = [path for kind in ("samples", "videos") for path in (self.folder / kind).glob("step-*")]
         return sorted({int(found[1]) for path in paths if (found := STEP_NAME.match(path.name))})
 
@@ -252,7 +252,7 @@ class WatchedRun:
         }
 
     def file(self, path: str) -> Path | None:
-        """An image or video of the folder; None for anything else, also for what a link leads out to."""
+        """An image or video in the folder; None for anything else, also for links that lead outside."""
         place = self.folder / path
         if not SERVED.fullmatch(path) or not is_file(place):
             return None
@@ -302,12 +302,12 @@ class WatchedRun:
 
 
 def estimate_text(row: Mapping[str, Any], name: str) -> str:
-    """A number of an evaluation with its interval; shares in per cent."""
+    """A number of an evaluation with its interval; fractions in percent."""
     return interval_text([row.get(key) for key in (name, f"{name}/low", f"{name}/high")], name.startswith(SHARES))
 
 
 def interval_text(values: Sequence[Any], share: bool, sign: str = "") -> str:
-    """A number and the ends of its interval; a share in per cent, a difference of shares, with its sign, in points."""
+    """A number and its interval: fractions in percent, differences of fractions in points with a sign."""
     known = [value for value in values if isinstance(value, int | float)]
     texts = [f"{100 * value:{sign}.1f}" if share else f"{value:{sign}.3g}" for value in known]
     interval = f" [{texts[1]}, {texts[2]}]" if len(texts) == 3 else ""
@@ -356,7 +356,7 @@ def _stamp(path: Path) -> float:
 
 
 def json_object(path: Path) -> dict[str, Any]:
-    """A JSON file, read again only after it was rewritten; empty if it is missing or damaged."""
+    """Content of a JSON file, read again only after a change; empty if it is missing or damaged."""
     return _json_object(str(path), _stamp(path))
 
 

@@ -35,11 +35,11 @@ from mmrl.runs.tracking import describe_metric
 
 POINTS = 300
 MOST_PROTOCOLS = 3
-"""Evaluation metrics of one split that are drawn."""
+"""Maximum number of evaluation metrics per split that are drawn."""
 
 
 def charts(runs: Sequence[WatchedRun], points: int = POINTS) -> list[dict[str, Any]]:
-    """Every chart with its unit and series, except charts that are zero in all runs."""
+    """All charts with unit and series, except charts that are zero in all runs."""
     drawn = _evaluation_charts(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.metrics.names() if name != "time"))
     names = [name for name in names if not name.startswith((*UNCHARTED, "warnings/"))]
@@ -50,7 +50,7 @@ def charts(runs: Sequence[WatchedRun], points: int = POINTS) -> list[dict[str, A
 
 
 def differences(runs: Sequence[WatchedRun]) -> list[dict[str, Any]]:
-    """Options in which the runs differ, with the value of each run."""
+    """Options that differ between the runs, with the value of each run."""
     settings = [run.settings() for run in runs]
     options = dict.fromkeys(name for found in settings for name in found)
     return [
@@ -142,11 +142,11 @@ HEADERS = {
     "Cache-Control": "no-cache",
 }
 MOST_RUNS = 16
-"""Runs that one request may overlay."""
+"""Maximum number of runs that one request may overlay."""
 
 
 class WatchServer(ThreadingHTTPServer):
-    """Answers for some folders; `address` has the token."""
+    """Server for some folders; `address` contains the token."""
 
     daemon_threads = True
 
@@ -154,11 +154,11 @@ class WatchServer(ThreadingHTTPServer):
         self.folders = folders
         self.token = secrets.token_urlsafe(24)
         self.lock = threading.Lock()
-        """Held while the folders are read or shown."""
+        """Lock held while the folders are read or shown."""
         super().__init__((HOST, port), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A browser that left before the answer is not an error."""
+        """A browser that disconnects before the reply is not an error."""
         if not isinstance(sys.exception(), ConnectionError | TimeoutError):
             super().handle_error(request, client_address)
 
@@ -169,7 +169,7 @@ class WatchServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """Where a browser opens the page."""
+        """Address at which a browser opens the page."""
         return f"http://{HOST}:{self.server_port}/?token={self.token}"
 
 
@@ -258,7 +258,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing of requests."""
+        """Do not log requests."""
 
 
 def _overview(folders: WatchedFolders, query: dict[str, str]) -> dict[str, Any]:

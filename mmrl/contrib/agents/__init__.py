@@ -1,1 +1,1 @@
-"""Methods of single papers for agents."""
+"""Methods from single papers for agents."""

@@ -46,11 +46,11 @@ class RevisionSettings:
     """Attempts and revisions."""
 
     attempts: int = bounded(4, at_least=1)
-    """Episodes of each task that the policy plays in a step."""
+    """Episodes per task that the policy runs in a step."""
     temperature: float = bounded(1.0, above=0)
-    """Temperature of their answers."""
+    """Sampling temperature of these episodes."""
     thought: str = "That was a mistake. I go on from here."
-    """Thought in front of the first action of a revision; empty = none, for formats that have no thoughts."""
+    """Thought in front of the first action of a revision. Empty: none, for formats that have no thoughts."""
 
 
 @dataclass
@@ -58,11 +58,11 @@ class AgentRevisionConfig(AgentParts, BaseRunConfig):
     """An Agent-R run; the environment needs an expert."""
 
     data: TaskSetConfig = field(default_factory=TaskSetConfig)
-    """Tasks that the policy plays and the expert ends."""
+    """Tasks that the policy attempts and the expert completes."""
     revision: RevisionSettings = field(default_factory=RevisionSettings)
     """Attempts and revisions."""
     evaluation: CloneEvaluationConfig = field(default_factory=CloneEvaluationConfig)
-    """Evaluation on held-out tasks; its sampler is that of the attempts too."""
+    """Evaluation on held-out tasks; the attempts use the same sampler."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -71,15 +71,15 @@ class AgentRevisionConfig(AgentParts, BaseRunConfig):
         check_critic(self.model, needed=False)
         if self.actions.max_actions > 1:
             raise ValueError(
-                f"actions.max_actions is {self.actions.max_actions}, but the expert takes one action a turn, and the "
-                "episodes that it revises must, too; leave it at 1"
+                f"actions.max_actions is {self.actions.max_actions}, but the expert takes one action per turn, and so "
+                "must the episodes that it revises; leave it at 1"
             )
 
 
 def revise(
     env: ExpertEnvironment, task: Mapping[str, Any], seed: int, said: Sequence[Action], format: str, thought: str = ""
 ) -> tuple[ExpertEpisode, int]:
-    """Follow an agent's actions up to the first that is not the expert's, then the expert.
+    """Follow an agent's actions up to the first one that differs from the expert's, then follow the expert.
 
     Args:
         env: the environment.
@@ -117,7 +117,7 @@ def revise(
         if outcome.terminated or outcome.truncated:
             success = bool(outcome.info.get("success", total > 0))
             return ExpertEpisode(complete, seed, tuple(turns), observation, total, success), own
-    raise ExpertFailedError(f"the revision of {dict(task)} did not end in {MOST_TURNS} turns")
+    raise ExpertFailedError(f"the revision of {dict(task)} did not finish within {MOST_TURNS} turns")
 
 
 class AgentRevisionRecipe(AgentCloneRecipe):
@@ -126,7 +126,7 @@ class AgentRevisionRecipe(AgentCloneRecipe):
     config: AgentRevisionConfig  # type: ignore[assignment]
 
     def demonstrations(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams) -> list[Episode]:
-        """Play the tasks, and have the expert revise their failures."""
+        """Run the tasks, and have the expert revise the failures."""
         own = self.config.revision
         asked = [task for task in tasks for _ in range(own.attempts)]
         seeds = streams.seeds(len(tasks), own.attempts, purpose="attempts").tolist()
@@ -191,5 +191,5 @@ class _Agreeing:
         """The next action."""
         move = next(self._left, None)
         if move is None:
-            raise ExpertFailedError("the agent's episode goes on when it is played again")
+            raise ExpertFailedError("the agent's episode continues when it is replayed")
         return move

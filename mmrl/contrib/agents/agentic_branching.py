@@ -46,16 +46,16 @@ class BranchingSettings:
     """When episodes branch."""
 
     initial: int = only_with(bounded(8, at_least=1), allocation="fixed")
-    """Episodes of a task that begin at its start, with allocation: fixed."""
+    """Episodes per task that start from the beginning, with allocation: fixed."""
     probability: float = rare(bounded(0.5, at_least=0, at_most=1))
-    """Probability of a branch where the entropy is that of the first turn."""
+    """Branching probability if the entropy equals that of the first turn."""
     weight: float = bounded(0.2, at_least=0)
-    """Increase of the probability for each unit of entropy above that of the first turn."""
+    """Increase of the branching probability per unit of entropy above that of the first turn."""
     tokens: int = rare(bounded(20, at_least=1))
-    """First tokens of a turn whose entropies are added up; a unit is the logarithm of the number of tokens known."""
+    """Number of first tokens of a turn whose entropies are summed; one unit is the logarithm of the vocabulary size."""
     allocation: str = choice("fixed", ("fixed", "entropy"))
-    """fixed: `initial` episodes begin at the start; entropy: their number follows from the entropies of the first one,
-    and branches in a row become less likely (AEPO)."""
+    """fixed: `initial` episodes start from the beginning; entropy: their number follows from the entropies of the first
+    episode, and consecutive branches become less likely (AEPO)."""
 
 
 @dataclass
@@ -75,13 +75,13 @@ class BranchingConfig(AgentConfig):
         size, initial = self.trainer.samples_per_task, self.branching.initial
         if self.branching.allocation == "fixed" and initial >= size:
             raise ValueError(
-                f"branching.initial is {initial} and trainer.samples_per_task {size}: no episode is left to branch; "
-                "make initial smaller, or use recipe: agent"
+                f"branching.initial is {initial} and trainer.samples_per_task {size}: no episodes are left to branch; "
+                "lower branching.initial, or use recipe: agent"
             )
 
 
 def initial_episodes(entropies: Sequence[float], size: int) -> int:
-    """Episodes of `size` that begin at the start, by the entropies of a first one's turns.
+    """How many of `size` episodes start from the beginning, from the entropies of the first episode's turns.
 
     Source: mowenruan/ARPO AEPO/verl_aepo_entropy/verl/workers/rollout/vllm_rollout/vllm_rollout_with_tools.py.
     """
@@ -93,7 +93,7 @@ def initial_episodes(entropies: Sequence[float], size: int) -> int:
 def choose_forks(
     entropies: Sequence[Sequence[float]], slots: int, settings: BranchingSettings, generator: torch.Generator
 ) -> list[tuple[int, int]]:
-    """Episodes that are branched from, and the turn that a branch begins with, at most `slots`.
+    """Episodes to branch from and the turn at which each branch begins, at most `slots`.
 
     Args:
         entropies: of the turns of each episode.
@@ -202,7 +202,7 @@ class BranchingRecipe(AgentRecipe):
         return [[known.get(id(episode), []) for episode in own] for own in new]
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Rewards as in every agent's recipe, and what episodes share."""
+        """Rewards as in every agent recipe, and what episodes share."""
         episodes = AgentPayload.of(rollouts).episodes
         group = rollouts.host.group.tolist()
         parent, shared = torch.zeros(2, len(episodes), dtype=torch.int64)

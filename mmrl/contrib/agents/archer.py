@@ -56,9 +56,9 @@ from mmrl.vlm.engine.vlm_sampler import Samples, sample
 from mmrl.vlm.model.model_config import CriticSettings
 
 SMALLEST_STD, LARGEST_INPUT = 1e-6, 5.0
-"""The smallest standard deviation by which a critic's inputs are divided, and the bound of the scaled inputs."""
+"""The minimum standard deviation by which a critic's inputs are divided, and the bound of the scaled inputs."""
 ROWS = 32
-"""Turns that are answered and read together."""
+"""Turns answered and read together."""
 
 
 def default_critic() -> CriticTraining:
@@ -76,11 +76,11 @@ class UtteranceSettings:
     """Turns, critics and their targets; the defaults are those of the public code."""
 
     gamma: float = bounded(0.95, at_least=0, at_most=1)
-    """Discount of a turn."""
+    """Discount per turn."""
     tau: float = bounded(0.1, above=0, at_most=1)
-    """Step of the averaged critics towards the current ones after each update: 1 copies them."""
+    """Step of the averaged critics towards the current critics after each update; 1 copies them."""
     warmup_steps: int = bounded(20, at_least=0)
-    """First steps of the run, in which only the critics learn."""
+    """Number of initial steps in which only the critics learn."""
     turns: int = bounded(256, at_least=1)
     """Turns drawn in a step, with replacement, for critics and actor; a multiple of the number of processes."""
     critic: CriticTraining = field(default_factory=default_critic)
@@ -92,9 +92,9 @@ class ArcherSettings(UtteranceSettings):
     """The store, the critics and their targets."""
 
     capacity: int = bounded(10000, at_least=1)
-    """Episodes that are stored; the oldest one goes first."""
+    """Maximum number of stored episodes; the oldest is removed first."""
     memory_mb: int = rare(bounded(4096, at_least=1))
-    """Largest size of the stored episodes in 10^6 bytes, in each process."""
+    """Maximum size of the stored episodes in 10^6 bytes, in each process."""
 
 
 @dataclass
@@ -113,17 +113,17 @@ class ArcherConfig(AgentConfig):
 
 
 def check_critics(config: AgentConfig, name: str) -> None:
-    """Refuse what does not fit the critics of the recipe `name`; raises ValueError."""
+    """Reject settings that conflict with the critics of the recipe `name`; raises ValueError."""
     config.check_parts(config.trainer.learning_rate)
     check_rewards(config, name)
     if config.objective != default_objective():
-        raise UserError(f"{name}'s critics give the advantages; leave objective out, or use recipe: agent")
+        raise UserError(f"{name}'s critics compute the advantages; remove objective, or use recipe: agent")
     if config.model.critic != CriticSettings():
-        raise UserError(f"model.critic is set, but the critics of {name} are those of {name}.critic; leave it out")
+        raise UserError(f"remove model.critic: {name} uses {name}.critic")
 
 
 class UtteranceCritic(nn.Module):
-    """Two heads Q(s, a) and two heads V(s), of states (n, S) before answers and of answers (n, 2 S).
+    """Two heads Q(s, a) and two heads V(s), on states (n, S) before responses and on responses (n, 2 S).
 
     Source: YifeiZhou02/ArCHer archer/models/critic.py.
     """
@@ -211,13 +211,13 @@ class Turns:
     own: Tensor
     """(n, 2 S) of the policy's new answer."""
     next_state: Tensor
-    """(n, S) before the next answer; anything where the episode is over."""
+    """(n, S) before the next answer; arbitrary if the episode is over."""
     reward: Tensor
     """(n,)."""
     done: Tensor
     """(n,)."""
     known: Tensor
-    """(n,) return from the turn on where that is the target of Q; NaN elsewhere."""
+    """(n,) return from the turn on if that is the target of Q; NaN otherwise."""
 
 
 @dataclass(frozen=True)
@@ -227,17 +227,17 @@ class Drawn:
     record: Record
     turn: int
     on_policy: bool = False
-    """Whether the policy itself ran the episode and its return is the target of Q."""
+    """Whether the policy itself ran the episode, so that its return is the target of Q."""
 
 
 class AnswersAnew(LossTerm):
-    """The new answers of a step need no old log-probabilities; adds nothing to the loss."""
+    """The new responses of a step need no old log-probabilities; adds nothing to the loss."""
 
     name = "answers_anew"
     gradient = "never"
 
     def provides(self, step: Step) -> frozenset[str]:
-        """Nothing is compared with an old policy."""
+        """Nothing: no term compares with an old policy."""
         return frozenset({"logp_old"})
 
 
@@ -279,7 +279,7 @@ class ArcherRecipe(AgentRecipe):
         return kept.noted(pack_groups(groups, policy))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Store the episodes, answer drawn turns, train the critics, and return the answers with their advantages."""
+        """Store the episodes, answer drawn turns, train the critics, and return the responses with their advantages."""
         self.store.push_all(self._fresh, step.number)
         with accelerator.autocast():
             with stopwatch("critic"):
@@ -409,7 +409,7 @@ class ArcherRecipe(AgentRecipe):
 def draw_turns(
     records: Sequence[Record], count: int, generator: torch.Generator, *, on_policy: bool = False
 ) -> list[Drawn]:
-    """Draw turns of stored episodes with replacement, each as likely as the others."""
+    """Draw turns of stored episodes uniformly with replacement."""
     all_of_them = [Drawn(record, turn, on_policy) for record in records for turn in range(record["turns"])]
     return [all_of_them[number] for number in torch.randint(len(all_of_them), (count,), generator=generator).tolist()]
 

@@ -1,4 +1,4 @@
-"""HNPG (Zhou et al., arXiv 2311.08384; code YifeiZhou02/HNPG): natural gradients with critics that read offline data.
+"""HNPG (Zhou et al., arXiv 2311.08384; code YifeiZhou02/HNPG): natural gradients, critics with offline data.
 
 Each step draws half of its turns from the step's own episodes and half from recorded ones, and samples a new answer
 a ~ pi(s) for each.
@@ -43,14 +43,14 @@ from mmrl.training.settings import RunConfig, TrainerConfig, TrustRegionConfig
 
 @dataclass
 class HnpgSettings(UtteranceSettings, BuiltPath):
-    """Recorded episodes, critics and the actor's step; the defaults are those of the public code."""
+    """Recorded episodes, critics and the actor's step, with the defaults of the public code."""
 
     path: str = ""
     """Folder of recorded episodes; see mmrl.agents.rollout.storage."""
     gamma: float = bounded(1.0, at_least=0, at_most=1)
-    """Discount of a turn."""
+    """Discount per turn."""
     warmup_steps: int = bounded(0, at_least=0)
-    """First steps of the run, in which only the critics learn."""
+    """Number of initial steps in which only the critics learn."""
     critic: CriticTraining = field(
         default_factory=lambda: CriticTraining(learning_rate=3e-4, updates=30, batch_steps=256, max_grad_norm=1.0)
     )
@@ -68,7 +68,7 @@ class HnpgConfig(AgentConfig):
     objective: ObjectiveConfig = field(default_factory=default_objective)
     """Fixed: policy gradient with the critics' advantages."""
     trainer: TrainerConfig = field(default_factory=lambda: TrainerConfig(learning_rate=1.0, max_grad_norm=0.0))
-    """Batch sizes and guards; `learning_rate` is the share of each natural-gradient step."""
+    """Batch sizes and guards; `learning_rate` is the fraction of each natural-gradient step to take."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -76,13 +76,15 @@ class HnpgConfig(AgentConfig):
         check_critics(self, "hnpg")
         self.hnpg.region.check(self.trainer)
         if not self.hnpg.path:
-            raise UserError("hnpg.path is empty; name a folder of recorded episodes, or use recipe: archer without any")
+            raise UserError(
+                "hnpg.path is empty; set a folder of recorded episodes, or use recipe: archer, which needs none"
+            )
         if self.hnpg.turns < 2:
-            raise UserError("hnpg.turns is 1; half of the turns are recorded ones, so at least 2 are drawn")
+            raise UserError("hnpg.turns is 1; half of the turns come from recorded episodes, so use at least 2")
 
 
 class HnpgRecipe(ArcherRecipe):
-    """Critics of own and recorded turns, and natural gradients; see the module."""
+    """Critics of new and recorded turns, and natural gradients; see the module."""
 
     config: HnpgConfig
 
@@ -104,7 +106,7 @@ class HnpgRecipe(ArcherRecipe):
         return config.hnpg
 
     def data_digest(self) -> str:
-        """Digest of the tasks and of what the recorded episodes answered and earned."""
+        """Digest of the tasks and of the responses and rewards of the recorded episodes."""
         told = [[record[name] for name in ("instruction", "answers", "rewards")] for record in self.recorded]
         return content_digest([super().data_digest(), *told])
 

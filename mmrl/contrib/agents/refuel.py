@@ -1,4 +1,4 @@
-"""REFUEL: dialogues that are resampled from a random turn on, and a regression on the difference of their rewards.
+"""REFUEL: dialogues resampled from a random turn on, and a regression on the difference of their rewards.
 
 In each step, which is an iteration of the paper's algorithm 1, the policy holds one dialogue for each task. A turn h is
 drawn uniformly, and the dialogue is repeated up to h: the environment, a simulated user, hears the same answers again.
@@ -55,8 +55,8 @@ class RefuelSettings:
     """How dialogues are resampled."""
 
     length: str = choice("whole", ("whole", "sampled"))
-    """whole: rewards of the whole dialogue; sampled: those up to a turn that is drawn uniformly, where the turn that is
-    resampled is at most that one (the public code's setting one)."""
+    """whole: rewards of the whole dialogue; sampled: rewards up to a uniformly drawn turn, with the resampled turn at
+    or before it (setting one of the public code)."""
 
 
 @dataclass
@@ -68,7 +68,7 @@ class RefuelConfig(AgentConfig):
     objective: PreferenceConfig = field(  # type: ignore[assignment]
         default_factory=lambda: PreferenceConfig(preset="refuel")
     )
-    """Loss that is minimised."""
+    """Loss to minimise."""
 
     def made_objective(self) -> PreferenceObjective:
         """The objective of the run."""
@@ -81,18 +81,20 @@ class RefuelConfig(AgentConfig):
         check_critic(self.model, needed=False)
         check_preference(objective)
         if isinstance(objective.score, DecisionScore):
-            raise ValueError("objective.score is 'decision', which is for noisy versions of images; use sum or mean")
+            raise ValueError(
+                "objective.score is 'decision', which only applies to noisy versions of images; use sum or mean"
+            )
         if samples != 2:
-            raise ValueError(f"trainer.samples_per_task is {samples}; use 2, a dialogue and its resampled one")
+            raise ValueError(f"trainer.samples_per_task is {samples}; use 2: a dialogue and its resampled version")
         if self.refuel.length == "sampled" and self.rewards:
             raise ValueError(
-                "refuel.length is 'sampled', but reward functions score whole dialogues; leave `rewards` out, or use "
+                "refuel.length is 'sampled', but reward functions score whole dialogues; remove `rewards`, or use "
                 "refuel.length: whole"
             )
 
 
 def draw_turn(turns: int, length: str, generator: torch.Generator) -> tuple[int, int]:
-    """Draw the turn h that is answered anew, and the last turn whose reward counts.
+    """Draw the turn h to resample, and the last turn whose reward counts.
 
     Args:
         turns: H, number of turns of the dialogue.
@@ -109,12 +111,12 @@ def draw_turn(turns: int, length: str, generator: torch.Generator) -> tuple[int,
 
 
 def answers_of(turn: Tensor, mask: Tensor, wanted: Tensor) -> Tensor:
-    """Mask (B, T) of the decisions in the wanted turn (B,) of each row, by their turns (B, T) and mask (B, T)."""
+    """Mask (B, T) of the decisions in the selected turn (B,) of each row, from their turns (B, T) and mask (B, T)."""
     return mask * (turn == wanted[:, None])
 
 
 def resampled_turns(episodes: Sequence[Episode]) -> list[int]:
-    """The turn that both dialogues of a pair answer, for each of 2 N dialogues; -1 where the two answers are equal."""
+    """The turn that both dialogues of a pair answer, for each of 2 N dialogues; -1 if the two answers are equal."""
     turns = []
     for one, other in zip(episodes[0::2], episodes[1::2], strict=True):
         turn = one.shared_turns
@@ -131,13 +133,13 @@ def cut_rewards(pair: Sequence[Episode], last: int) -> None:
 
 
 class DrawingPolicy(LossTerm):
-    """Takes the policy that drew the dialogues as the reference of the loss."""
+    """Uses the policy that sampled the dialogues as the reference of the loss."""
 
     name = "drawing_policy"
     gradient = "never"
 
     def provides(self, step: Step) -> frozenset[str]:
-        """The reference's log-probabilities, which are the old ones."""
+        """The reference's log-probabilities, which are the old log-probabilities."""
         return frozenset({"logp_ref", "logp_old"})
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
@@ -157,7 +159,7 @@ class RefuelRecipe(AgentRecipe):
         self.terms = [*self.terms, DrawingPolicy()]
 
     def draw_groups(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams) -> list[list[Episode]]:
-        """Hold a dialogue for each task, and answer one of its turns anew."""
+        """Run a dialogue for each task, and resample one of its turns."""
         seeds = streams.seeds(len(tasks), 2).view(len(tasks), 2)
         first = self.draw(policy, tasks, seeds[:, 0].tolist())
         drawn = [self._draw_turn(episode, streams.of(index, "turn")) for index, episode in enumerate(first)]
@@ -172,13 +174,13 @@ class RefuelRecipe(AgentRecipe):
         return pairs
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Rewards as in every agent's recipe, and the turn that was answered anew; -1 where both answers are equal."""
+        """Rewards as in every agent recipe, and the turn that was resampled; -1 if both answers are equal."""
         turns = torch.tensor(resampled_turns(AgentPayload.of(rollouts).episodes))
         resampled = to_device(turns, rollouts.mask.device)
         return super().score(rollouts.replace(extras=rollouts.extras | {RESAMPLED: resampled}), step)
 
     def estimate(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Leave the answers of the resampled turn in the mask, and mark the better one of each pair."""
+        """Restrict the mask to the answers of the resampled turn, and mark the better one of each pair."""
         assert rollouts.turn is not None
         reward = rollouts.reward.view(-1, 2)
         known = torch.isfinite(reward).all(1) & (rollouts.extras[RESAMPLED][0::2] >= 0)

@@ -1,4 +1,4 @@
-"""TAPO: DAPO on answers that search and run programs on the way, written in tags.
+"""TAPO: DAPO on responses that search and run programs along the way, written in tags.
 
     recipe: tapo
     environment: {kwargs: {search: "my_search.py:search"}}
@@ -39,7 +39,7 @@ from mmrl.workers.run_code import run_code
 TOOLS = ("search", "code")
 ENDS = tuple(f"</{tag}>" for tag in (*TOOLS, "answer"))
 RIGHT = 0.9
-"""Score above which an answer counts as a success."""
+"""Minimum score (exclusive) for an answer to count as a success."""
 MANUAL = """Think inside <think>...</think>. If you lack a fact, ask for it with <search>...</search>; to compute, write
 Python that prints its result in <code>...</code>. What they return comes in <response>...</response>. Then give the
 answer alone in <answer>...</answer>."""
@@ -67,7 +67,7 @@ def final_answer(text: str, tools: Sequence[str] = TOOLS) -> str | None:
 
 
 def score_answer(answer: str, truth: str, source: str = "default") -> float:
-    """How right an answer is, by the rule of its source.
+    """Score of an answer by the rule of its source.
 
     Args:
         answer: of the policy; the code's last 100 characters count.
@@ -90,7 +90,7 @@ def score_answer(answer: str, truth: str, source: str = "default") -> float:
             answer = "".join(letter for letter in answer if letter.isdigit() or letter in "+-.")
         expected, given = _number(truth), _number(answer)
         if expected is None:
-            raise ValueError(f"the right answer {truth!r} of source {source} is no number")
+            raise ValueError(f"the correct answer {truth!r} of source {source} is not a number")
         if given is None:
             return 0.0
         gap = abs(given - expected)
@@ -101,7 +101,7 @@ def score_answer(answer: str, truth: str, source: str = "default") -> float:
 
 
 def score_text(text: str, truth: str | Sequence[str], source: str = "default", tools: Sequence[str] = TOOLS) -> float:
-    """Reward of a whole text: -1 without the form, else the best score among the right answers."""
+    """Reward of a whole text: -1 if it is not well-formed, else the best score over the correct answers."""
     answer = final_answer(text, tools)
     if answer is None:
         return -1.0
@@ -119,7 +119,7 @@ def edit_distance(one: str, other: str) -> int:
 
 
 class TaggedTools:
-    """One question an episode, with tools in tags; see the module.
+    """One question per episode, with tools in tags; see the module.
 
     Args:
         search: `module:function` that returns a text for a query; empty: there is no search.
@@ -138,7 +138,7 @@ class TaggedTools:
         self._search = load_function(search, what="search") if search else None
         self._tools = tuple(name for name, there in (("search", self._search), ("code", code)) if there)
         if not self._tools:
-            raise UserError("there is neither a search nor code; set one of them")
+            raise UserError("neither search nor code is set; set at least one of them")
         self._tag = re.compile(rf"<({'|'.join((*self._tools, 'answer'))})>(.*?)</\1>", re.DOTALL)
         self._calls, self._timeout_s, self._chars = calls, timeout_s, result_chars
 
@@ -169,7 +169,7 @@ class TaggedTools:
         return response.strip(), 0.0, False, {}
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
     def _called(self, name: str, content: str) -> str:
         """Result of a tool; an error of the search is text for the policy."""
@@ -184,7 +184,7 @@ class TaggedTools:
 
 
 def tapo_preset() -> AgentConfig:
-    """The constants of the public code (recipe/tapo/examples/tapo_single_node.sh), with the text format of the tags."""
+    """Hyperparameters of the public code (recipe/tapo/examples/tapo_single_node.sh), with the tags' text format."""
     return AgentConfig(
         environment=EnvironmentConfig(factory=f"{__name__}:TaggedTools"),
         objective=ObjectiveConfig(preset="tapo"),

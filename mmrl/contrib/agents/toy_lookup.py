@@ -1,4 +1,4 @@
-"""Prices that only a search tells, for TAPO with a tiny language model: "plum?" and then a tag in three tokens."""
+"""Prices that only a search reveals, for TAPO with a tiny language model: "plum?" and then a tag in three tokens."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def search(query: str) -> str:
 
 
 class Lookup(TaggedTools):
-    """The price of a fruit, with an expert that guesses half of the time instead of searching."""
+    """The price of a fruit, with an expert that guesses half the time instead of searching."""
 
     def __init__(self, calls: int = 2) -> None:
         super().__init__(f"{__name__}:search", code=False, calls=calls)

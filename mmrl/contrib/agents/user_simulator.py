@@ -28,7 +28,7 @@ from mmrl.rewards.reward_loading import load_function
 
 
 class UserSimulator:
-    """One dialogue an episode.
+    """One dialogue per episode.
 
     Args:
         user: `module:function` that returns the user's next message, or None at the end.
@@ -41,19 +41,19 @@ class UserSimulator:
 
     def __init__(self, user: str, reward: str, turns: int = 5) -> None:
         if turns < 1:
-            raise UserError(f"turns is {turns}; a dialogue has at least 1")
+            raise UserError(f"turns is {turns}; a dialogue needs at least 1")
         self._user = load_function(user, what="user")
         self._reward = load_function(reward, what="reward")
         self._turns = turns
 
     def reset(self, task: Mapping[str, Any], seed: int) -> str:
-        """Begin with the task's question, or with the user's first message."""
+        """Start with the task's question, or with the user's first message."""
         self._about: dict[str, Any] = {"task": dict(task), "seed": seed}
         self._messages: list[dict[str, str]] = []
         self._score = 0.0
         first = task.get("question") or self._user(messages=[], **self._about)
         if not isinstance(first, str):
-            raise UserError("user: its first message is None; a dialogue begins with a text")
+            raise UserError("user: the first message is None; a dialogue must start with a text")
         self._messages.append({"role": "user", "content": first})
         return first
 
@@ -71,4 +71,4 @@ class UserSimulator:
         return str(found), earned, False
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""

@@ -1,4 +1,4 @@
-"""VL-DAC with the constants of its public configuration for MiniWorld; `mmrl.agents.methods.vl_dac` is the method."""
+"""VL-DAC with the hyperparameters of its public configuration for MiniWorld; see `mmrl.agents.methods.vl_dac`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmrl.training.objectives import ObjectiveConfig
 
 
 def repo_preset() -> VlDacConfig:
-    """The constants of the public configuration for MiniWorld.
+    """The hyperparameters of the public configuration for MiniWorld.
 
     An optimiser step takes one of 16 episodes, where the code adds up 16 of 256 turns.
 

@@ -1,1 +1,1 @@
-"""Methods of single papers for language and vision-language models."""
+"""Methods from single papers for language and vision-language models."""

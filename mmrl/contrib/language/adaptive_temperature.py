@@ -1,4 +1,4 @@
-"""HAPO's adaptive temperature: hotter where the policy is uncertain, colder where it is sure (arXiv 2509.16591).
+"""HAPO's adaptive temperature: higher for uncertain tokens, lower for certain ones (arXiv 2509.16591).
 
 A token is drawn at temperature T (1 + tau h), where T is `sampler.temperature` and h in [-1, 1] is the level of the
 entropy of its distribution, on the scale of clip `hapo` in the step before. The first step samples at T.
@@ -40,17 +40,17 @@ class AdaptiveSettings:
     """Temperature of a token by the entropy of its distribution."""
 
     tau: float = bounded(0.05, at_least=0, at_most=0.5)
-    """Largest relative change of the temperature (0.05 in the public scripts, less where training collapses)."""
+    """Maximum relative change of the temperature (0.05 in the public scripts; lower it if training collapses)."""
 
 
 @dataclass
 class AdaptiveTemperatureConfig(VlmConfig):
-    """A HAPO run with all four of its parts."""
+    """A HAPO run with all four of its components."""
 
     adaptive: AdaptiveSettings = field(default_factory=AdaptiveSettings)
     """Temperature of a token."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="hapo"))
-    """Objective that is optimised, with clip hapo, whose scale of entropies the sampler uses."""
+    """Objective to optimise; it needs clip hapo, whose entropy scale the sampler uses."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -58,8 +58,8 @@ class AdaptiveTemperatureConfig(VlmConfig):
         clip = make_objective(self.objective).clip
         if not isinstance(clip, HapoClip):
             raise ValueError(
-                f"objective.clip is '{clip.kind}', but the temperature adapts by the entropies that clip hapo "
-                "compares; use objective.clip.kind=hapo, or recipe vlm"
+                f"objective.clip is '{clip.kind}', but the temperature follows the entropies that clip hapo compares; "
+                "use objective.clip.kind=hapo, or recipe: vlm"
             )
 
 
@@ -122,7 +122,9 @@ class AdaptiveTemperatureRecipe(VlmRecipe):
         if self.samples_elsewhere:
             # super() may have started an engine
             self.close()
-            raise UserError("sampler.engine is another; adapted temperatures are sampled by the policy itself")
+            raise UserError(
+                "sampler.engine must be own, because adapted temperatures are only sampled by the policy itself"
+            )
 
     def own_sampler(self) -> AdaptiveSampler:
         """The sampler that draws from the policy itself."""

@@ -1,4 +1,4 @@
-"""AEPO, arbitrary entropy: positive samples of another temperature steer the policy's entropy (arXiv 2510.08141).
+"""AEPO, arbitrary entropy: positive samples drawn at another temperature steer the policy's entropy (arXiv 2510.08141).
 
 The first `share` of a step's questions are answered once more, at temperature `hot` if the entropy of the last update
 was at most `entropy`, else at `cold`. Extra samples whose advantage in their own group exceeds `threshold` are learned
@@ -43,32 +43,32 @@ TEMPERED = 4
 
 @dataclass
 class EntropySettings:
-    """Samples of another temperature that steer the entropy."""
+    """Samples drawn at another temperature to steer the entropy."""
 
     entropy: float = bounded(0.5, at_least=0)
-    """Wanted entropy in nats a token, -mean logp."""
+    """Target entropy in nats per token, -mean logp."""
     hot: float = bounded(1.2, above=0)
-    """Temperature of the further samples where the entropy is at most the wanted one."""
+    """Temperature of the extra samples while the entropy is at or below the target."""
     cold: float = bounded(0.8, above=0)
-    """Temperature of the further samples where it is above."""
+    """Temperature of the extra samples while the entropy is above the target."""
     share: float = bounded(0.25, above=0, at_most=1)
-    """Fraction of a step's questions that are sampled once more; these are the first ones."""
+    """Fraction of a step's questions to sample once more (the first ones)."""
     threshold: float = rare(bounded(0.05, at_least=0))
-    """Advantage in its own group above which a further sample is learned."""
+    """An extra sample is trained if its advantage within its group exceeds this."""
     weight: float = bounded(1.0, above=0)
-    """Advantage of the further samples that are learned."""
+    """Advantage assigned to the extra samples that are trained."""
     rows: int = bounded(60, at_least=1)
-    """Most further samples that are learned in a step; half as many where the entropy is above the wanted one."""
+    """Maximum number of extra samples to train on per step; half as many while the entropy is above the target."""
     replace_first: bool = rare(False)
-    """Leave as many of the step's first samples out, as the public code does."""
+    """Drop the same number of the step's first samples, as the public code does."""
 
 
 @dataclass
 class ArbitraryEntropyConfig(VlmConfig):
-    """An AEPO run with a wanted entropy."""
+    """An AEPO run with a target entropy."""
 
     steering: EntropySettings = field(default_factory=EntropySettings)
-    """Samples of another temperature."""
+    """Samples drawn at another temperature."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="arbitrary_entropy"))
     """Objective that is optimised."""
 
@@ -77,8 +77,8 @@ class ArbitraryEntropyConfig(VlmConfig):
         super().validate()
         if self.trainer.old_logp == "sampler":
             raise ValueError(
-                "trainer.old_logp is 'sampler', but some rows are sampled at another temperature than the one they are "
-                "scored at; use recompute"
+                "trainer.old_logp is 'sampler', but some rows are sampled and scored at different temperatures; use "
+                "recompute"
             )
 
 
@@ -108,7 +108,7 @@ class LastEntropy:
 
 
 class ArbitraryEntropyRecipe(VlmRecipe):
-    """GRPO, or another objective, with positive samples of a higher or lower temperature."""
+    """GRPO, or another objective, with positive samples drawn at a higher or lower temperature."""
 
     config: ArbitraryEntropyConfig
 
@@ -118,11 +118,11 @@ class ArbitraryEntropyRecipe(VlmRecipe):
 
     @property
     def above(self) -> bool:
-        """Whether the entropy is above the wanted one."""
+        """Whether the entropy is above the target."""
         return self.last.value > self.config.steering.entropy
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample as usual, and some questions once more at another temperature."""
+        """Sample as usual, and sample some questions once more at another temperature."""
         rollouts = super().rollout(policy, tasks, streams, step)
         # the rows of both kinds need the column before they are joined
         rollouts = rollouts.replace(extras={**rollouts.extras, SOURCE: torch.zeros_like(rollouts.group)})
@@ -148,7 +148,7 @@ class ArbitraryEntropyRecipe(VlmRecipe):
         return rollouts.joined_by(streams.noted(further), torch.tensor(chosen).repeat_interleave(size))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages as usual; further samples that did well get a constant one, the others leave the update."""
+        """Advantages as usual; extra samples that did well get a constant advantage, the others are dropped."""
         settings, together = self.config.steering, rollouts.host.group
         alone, prompts = self._apart(rollouts)
         # further samples are compared with each other alone: another temperature shifts their mean reward
@@ -182,7 +182,7 @@ class ArbitraryEntropyRecipe(VlmRecipe):
         return torch.where(further, number + own, group), torch.cat([torch.arange(number), sampled])
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
-        """Note the entropy of the update."""
+        """Record the entropy of the update."""
         super().on_step_end(step, metrics)
         # a step whose update was skipped has no entropy
         self.last.value = metrics.get("policy/entropy", self.last.value)
@@ -196,7 +196,7 @@ class ArbitraryEntropyRecipe(VlmRecipe):
         self.last.load_state_dict(state)
 
     def describe(self) -> str:
-        """The objective's formula and the further samples."""
+        """The objective's formula and the extra samples."""
         settings = self.config.steering
         return (
             f"{super().describe()}\nand A_it = {settings.weight:g} on up to {settings.rows} positive samples of "

@@ -1,4 +1,4 @@
-"""GRACE: the policy is an embedder, and its own states reward what it writes about a text (arXiv 2510.04506).
+"""GRACE: the policy is an embedder, and its hidden states reward what it writes about a text (arXiv 2510.04506).
 
 The policy writes answers to a document, the question of the data, and to the row's query and negative document. The
 mean of its last hidden states over an answer, normalised, embeds the text. An answer to a document is rewarded by
@@ -46,22 +46,22 @@ TERM = "contrastive"
 
 @dataclass
 class ContrastSettings:
-    """Reward from the policy's own states."""
+    """Reward from the policy's hidden states."""
 
     query_key: str = rare(QUERY)
     """Column with the text of the query."""
     negative_key: str = rare(NEGATIVE)
-    """Column with the text that the query does not ask for; without it, the reward without negatives."""
+    """Column with a text that does not match the query (a negative); without it, the reward has no negatives."""
     weight: float = bounded(1.0, above=0)
-    """Weight of the reward in the sum with those of `rewards`."""
+    """Weight of the contrastive reward when it is added to `rewards`."""
     temperature: float = bounded(0.1, above=0)
     """Divisor of the cosines."""
     agreement: float = bounded(0.2, at_least=0)
-    """Weight of the cosine to the group's other answers."""
+    """Weight of the cosine similarity to the group's other responses."""
     apart: float = bounded(0.2, at_least=0)
-    """Weight of the cosine to other groups."""
+    """Weight of the cosine similarity to other groups."""
     unfinished: float | None = rare(-1.0)
-    """Reward of an answer that reached `sampler.max_new_tokens`; empty = the cosines, as for other answers."""
+    """Reward of a response that reached `sampler.max_new_tokens`; null = the cosines, as for other responses."""
 
 
 @dataclass
@@ -69,13 +69,13 @@ class ContrastiveConfig(VlmConfig):
     """A GRACE run."""
 
     contrast: ContrastSettings = field(default_factory=ContrastSettings)
-    """Reward from the policy's own states."""
+    """Reward from the policy's hidden states."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="grace"))
     """Objective that is optimised."""
 
 
 def contrastive_terms(main: Tensor, query: Tensor, negative: Tensor | None, group: Tensor) -> dict[str, Tensor]:
-    """Parts of the reward of each answer, (B,) each, before weights and temperature; 0 where nothing is compared.
+    """Components of the reward of each response, (B,) each, before weights and temperature; 0 if nothing is compared.
 
     Args:
         main: (B, H) unit vectors of the answers to documents.
@@ -116,7 +116,7 @@ class ContrastiveRecipe(VlmRecipe):
         self.keys = dict(zip((QUERY, NEGATIVE), keys, strict=False))
 
     def check_data(self) -> None:
-        """Refuse questions without a query; raises UserError."""
+        """Reject questions without a query; raises UserError."""
         key = self.config.contrast.query_key
         if not self._has(key):
             raise UserError(
@@ -128,7 +128,7 @@ class ContrastiveRecipe(VlmRecipe):
         return all(isinstance(task.columns.get(key), str) for task in self.train_tasks)
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample answers to documents, queries and negatives, and embed them."""
+        """Sample responses to documents, queries and negatives, and embed them."""
         rollouts = super().rollout(policy, tasks, streams, step)
         payload, size = VlmPayload.of(rollouts), self.config.trainer.samples_per_task
         streams = streams.among(tasks, payload.tasks)
@@ -193,14 +193,14 @@ class ContrastiveRecipe(VlmRecipe):
 
 
 def task_of_text(task: VlmTask, text: str) -> VlmTask:
-    """A question of this text alone, behind the system's turns of a task."""
+    """A question with only this text, after the system turns of a task."""
     system = [turn for turn in task.messages if turn["role"] == "system"]
     turn = {"role": "user", "content": [{"type": "text", "text": text}]}
     return augment_task(task, messages=[*system, turn], images=[], videos=[], image_wh=[])
 
 
 def pooled(policy: VlmPolicy, rollouts: Rollouts) -> Tensor:
-    """Unit vectors (B, H) along the mean of the states from which the tokens of each row are predicted."""
+    """Unit vectors (B, H) in the direction of the mean of the states that predict the tokens of each row."""
     with torch.no_grad():
         states = policy.states(rollouts).float()
     # states come row by row under the mask

@@ -1,4 +1,4 @@
-"""Data that critics and their models make of each other: AutoMathCritique's refinements, and the game of SPC.
+"""Data that critics and their models generate for each other: AutoMathCritique's refinements, and SPC's game.
 
     build_refinements("sft.jsonl", questions={"path": "questions.jsonl"}, model="my-vlm")
     build_game("pairs.jsonl", questions={"path": "questions.jsonl"}, sneaky="my-sneaky", critic="my-vlm", role="critic")
@@ -63,7 +63,7 @@ def build_refinements(
     revision_template: str = REVISION_TEMPLATE,
     seed: int = 0,
 ) -> Path:
-    """Write answers, critiques and revisions that turned out well, for `recipe: sft`.
+    """Write answers, critiques and revisions that turned out correct, for `recipe: sft`.
 
     Args:
         path: JSONL file to write; columns prompt, images, completion, answer (the right one) and kind (answer,
@@ -118,7 +118,9 @@ def build_refinements(
             # the critique too: it led to a right answer
             rows += [(task, row[2], _cells(task, row[3], "criticise")), (task, turn, _cells(task, text, "revise"))]
     if not rows:
-        raise UserError(f"nothing turned out well of {len(first)} answers; sample more, or begin with a better model")
+        raise UserError(
+            f"none of {len(first)} answers led to a correct result; sample more, or start from a better model"
+        )
     return write_questions(path, rows)
 
 
@@ -139,7 +141,7 @@ def build_game(
     critique_template: str = CRITIQUE_TEMPLATE,
     seed: int = 0,
 ) -> Path:
-    """Write the pairs of one round of SPC's game for one of the players.
+    """Write the pairs from one round of SPC's game for one of the players.
 
     Args:
         path: JSONL file to write; columns prompt, images, chosen, rejected, score_chosen and score_rejected.
@@ -195,7 +197,7 @@ def build_game(
             scores = {text: missed.get((number, said), -1.0) for text, said in zip(own, shown[number], strict=True)}
             rows += _pairs(tasks[number], plots[number], scores)
     if not rows:
-        raise UserError(f"all outcomes are equal in {len(judged)} judged answers; sample more errors and critiques")
+        raise UserError(f"all {len(judged)} judged answers have the same outcome; sample more errors and critiques")
     return write_questions(path, rows)
 
 

@@ -51,11 +51,11 @@ GAINS: dict[str, Mapping[tuple[bool, bool], float]] = {
     "correct": {(False, False): 0.0, (False, True): 1.0, (True, False): 0.0, (True, True): 0.2},
     "delta": {(False, False): 0.0, (False, True): 1.0, (True, False): -1.0, (True, True): 0.0},
 }
-"""Gain of a revision by whether the answer was right before and is after it."""
+"""Gain of a revision, by whether the answer was correct before it and is correct after it."""
 
 
 def read_verdict(critique: str) -> bool | None:
-    """Whether a critique calls the answer correct; None if it says neither, or both."""
+    """Whether a critique calls the answer correct; None if it says neither or both."""
     right, wrong = RIGHT_LINE in critique, WRONG_LINE in critique
     if right or wrong:
         return None if right and wrong else right
@@ -89,14 +89,14 @@ class CritiqueSettings:
     """Rewards of critiques."""
 
     discrimination_steps: int = bounded(500, at_least=0)
-    """Steps of the first stage, in which the verdict alone is rewarded."""
+    """Number of steps of the first stage, in which only the verdict is rewarded."""
     gain: str = choice("refine", lambda: tuple(GAINS))
-    """Reward of a revision: refine (it is right), correct (0.2 if it stays right, 1 if it becomes right) or delta (1 if
-    it becomes right, -1 if it becomes wrong)."""
+    """Reward of a revision. refine: 1 if it is correct; correct: 0.2 if it stays correct, 1 if it becomes correct;
+    delta: 1 if it becomes correct, -1 if it becomes incorrect."""
     verdict_weight: float = bounded(0.2, at_least=0)
-    """Reward of the right verdict in the second stage."""
+    """Reward of the correct verdict in the second stage."""
     temperature: float = bounded(1.0, above=0)
-    """Temperature of the reasoner's answers; revisions are the likeliest ones."""
+    """Temperature of the reasoner's answers; revisions are decoded greedily."""
 
 
 def revising_evaluation() -> CriticEvaluationConfig:
@@ -106,12 +106,12 @@ def revising_evaluation() -> CriticEvaluationConfig:
 
 @dataclass
 class CritiqueRlConfig(VlmConfig):
-    """A Critique-RL run; `rewards` say whether an answer is right."""
+    """A Critique-RL run; `rewards` decide whether an answer is correct."""
 
     critique: CritiqueSettings = field(default_factory=CritiqueSettings)
     """Rewards of critiques."""
     evaluation: CriticEvaluationConfig = field(default_factory=revising_evaluation)
-    """Evaluation; reasoner and templates of `revision` are those of training too."""
+    """Evaluation; training uses the reasoner and templates of `revision` too."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="rloo", kl={"coef": 0.01}))
     """Objective that is optimised."""
 
@@ -120,11 +120,11 @@ class CritiqueRlConfig(VlmConfig):
         super().validate()
         own = self.evaluation
         if own.revision is None:
-            raise ValueError("evaluation.revision is empty; its reasoner and templates are those of training too")
+            raise ValueError("evaluation.revision is empty, but training uses its reasoner and templates; set it")
         if not own.greedy or own.samples or own.temperature != 1 or own.by or own.self_critic or own.revision.splits:
             raise ValueError(
-                "evaluation measures the likeliest answers, before and after revision, on all of eval_data; leave out "
-                "greedy, samples, temperature, by, self_critic and revision.splits"
+                "evaluation measures greedy answers, before and after revision, on all of eval_data; remove greedy, "
+                "samples, temperature, by, self_critic and revision.splits"
             )
 
 
@@ -159,7 +159,7 @@ class CritiqueRlRecipe(VlmRecipe):
         return self.policy if self._frozen is None else self._frozen.to(self.policy.device)
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Have the questions answered, and sample critiques of each answer."""
+        """Let the reasoner answer the questions, and sample critiques of each answer."""
         sampler = self.config.sampler.config
         # encoded for the reasoner, which may have another processor than the critic
         usable, prompts = self.encode(self.reasoner, tasks)
@@ -201,7 +201,7 @@ class CritiqueRlRecipe(VlmRecipe):
         return [RevisionMeasure(self.answers(policy, split, step), self.revision, self.reasoner)]
 
     def correct(self, rollouts: Rollouts) -> torch.Tensor:
-        """(B,) bool, rows with the right verdict."""
+        """(B,) bool, rows with the correct verdict."""
         return rollouts.reward_terms["verdict"] == 1.0
 
     def describe(self) -> str:

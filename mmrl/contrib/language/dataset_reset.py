@@ -32,7 +32,7 @@ from mmrl.vlm.vlm_recipe import VlmRecipe
 
 @dataclass
 class ResetSettings:
-    """Starts of rollouts inside reference answers."""
+    """Starting points of rollouts inside reference answers."""
 
     probability: float = bounded(1.0, at_least=0, at_most=1)
     """Probability that a question starts inside its reference answer."""
@@ -45,13 +45,13 @@ class DatasetResetConfig(VlmConfig):
     """A DR-PO run."""
 
     reset: ResetSettings = field(default_factory=ResetSettings)
-    """Starts of rollouts inside reference answers."""
+    """Starting points of rollouts inside reference answers."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="dataset_reset"))
     """Objective that is optimised."""
 
 
 class ReferenceStarts(RolloutStage):
-    """Starts answers at random points of their references."""
+    """Starts responses at random points of their references."""
 
     name = "reset"
 
@@ -59,22 +59,22 @@ class ReferenceStarts(RolloutStage):
         self.settings = settings
 
     def check_data(self, tasks: Sequence[VlmTask]) -> None:
-        """Refuse questions without a reference answer; raises UserError."""
+        """Reject questions without a reference answer; raises UserError."""
         key = self.settings.reference_key
         without = next((task for task in tasks if not isinstance(task.columns.get(key), str)), None)
         if without is not None:
             raise UserError(
-                f"data: question {without.id} has no text in column '{key}' (reset.reference_key), inside which "
-                f"rollouts start; columns: {', '.join(without.columns)}"
+                f"data: question {without.id} has no text in column '{key}' (reset.reference_key), which rollouts "
+                f"start from; columns: {', '.join(without.columns)}"
             )
 
     def before(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> list[VlmTask]:
-        """Start a share of the answers inside their references."""
+        """Start a fraction of the responses inside their references."""
         draws = streams.uniform(len(tasks), 1, 2, purpose="reset").tolist()
         return [self.started(policy, task, *draw) for task, draw in zip(tasks, draws, strict=True)]
 
     def started(self, policy: VlmPolicy, task: VlmTask, whether: float, where: float) -> VlmTask:
-        """A question with the beginning of its answer, by two numbers in [0, 1)."""
+        """A question with the beginning of its answer, chosen by two numbers in [0, 1)."""
         tokenizer = policy.processor.tokenizer
         ids = tokenizer.encode(task.columns[self.settings.reference_key], add_special_tokens=False)
         taken = int(where * len(ids))
@@ -85,7 +85,7 @@ class ReferenceStarts(RolloutStage):
         return augment_task(task, given_start=start, hint_fraction=taken / len(ids))
 
     def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, Metric]:
-        """Share of questions that started inside an answer, and how far in."""
+        """Fraction of questions that started inside an answer, and how far in."""
         tasks = VlmPayload.of(rollouts).tasks
         taken = [task.hint_fraction for task in tasks if isinstance(task, AugmentedTask)]
         number = float(len(taken))

@@ -1,4 +1,4 @@
-"""Directional Preference Alignment: the prompt states the weights of rewards, and the best answers are learned.
+"""Directional Preference Alignment: the prompt states the weights of the rewards, and the best responses are learned.
 
     build_directed("round1.jsonl", questions={"path": "questions.jsonl"}, model="my-model", rewards=[...])
 
@@ -35,9 +35,9 @@ from mmrl.vlm.model.model_config import FrozenModelConfig
 
 LOGGER = logging.getLogger("mmrl")
 TEMPLATE = "Your response should maximize weighted rating = {{ rating }}\n\n{{ question }}"
-"""Question with a direction; the first sentence is that of the public model."""
+"""Question with a direction; the first sentence is taken from the public model."""
 SPREAD = 45.0
-"""Degrees between a direction and the axis of the first reward, at most."""
+"""Maximum angle in degrees between a direction and the axis of the first reward."""
 Row = tuple[VlmTask, VlmTask, dict[str, Any]]
 
 
@@ -86,7 +86,7 @@ def build_stated(
     render = _renderer(template)
     _check(rewards, spread)
     if angles is not None and len(rewards) != 2:
-        raise UserError(f"angles belong to two rewards, but there are {len(rewards)}; leave them out")
+        raise UserError(f"angles need exactly two rewards, but there are {len(rewards)}; remove angles")
     rng, rows = np.random.default_rng([seed, 23]), list[Row]()
     for task in load_source(questions, "questions").tasks:
         given = [[math.cos(math.radians(angle)), math.sin(math.radians(angle))] for angle in angles or ()]
@@ -110,7 +110,7 @@ def build_directed(
     spread: float = SPREAD,
     seed: int = 0,
 ) -> Path:
-    """Write the best answer to each question along a drawn direction, for `recipe: sft`.
+    """Write the best response to each question along a drawn direction, for `recipe: sft`.
 
     An answer that a reward fails on is left out, and so is a question without another one.
 
@@ -152,14 +152,14 @@ def build_directed(
             columns = {"completion": texts[best], "direction": said, "score": float(score[best])}
             rows.append((task, question, columns | {"rewards": dict(zip(names, values[best].tolist(), strict=True))}))
     if missing:
-        LOGGER.warning("%d of %d answers lack a reward and were left out", missing, answers * len(tasks))
+        LOGGER.warning("%d of %d answers lack a reward and were skipped", missing, answers * len(tasks))
     if not rows:
-        raise UserError(f"none of {answers * len(tasks)} answers has all rewards: {', '.join(names)}")
+        raise UserError(f"none of the {answers * len(tasks)} answers has all rewards: {', '.join(names)}")
     return write_questions(path, rows)
 
 
 def _renderer(template: str) -> Callable[..., str]:
-    return make_template(template, ("question", "rating"), "template", "what the prompt is to say")
+    return make_template(template, ("question", "rating"), "template", "the text of the prompt")
 
 
 def _asked(task: VlmTask, words: str, render: Callable[..., str]) -> VlmTask:
@@ -173,14 +173,14 @@ def _term(options: Mapping[str, Any]) -> RewardConfig:
     try:
         return RewardConfig(**options)
     except TypeError as error:
-        raise UserError(f"rewards: {error}; the options are those of `rewards` in a configuration") from None
+        raise UserError(f"rewards: {error}; use the options of `rewards` in a configuration") from None
 
 
 def _check(names: Sequence[str], spread: float) -> None:
     if len(names) < 2:
-        raise UserError(f"a direction weighs at least two rewards; there is {', '.join(names) or 'none'}")
+        raise UserError(f"a direction needs at least two rewards; given: {', '.join(names) or 'none'}")
     if not 0 <= spread <= 180:
-        raise UserError(f"spread is {spread}; an angle is between 0 and 180 degrees")
+        raise UserError(f"spread is {spread}; it must be between 0 and 180 degrees")
 
 
 def _score(

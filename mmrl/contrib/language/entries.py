@@ -1,4 +1,4 @@
-"""Recipes of single papers for language and vision-language models; loads none of the modules that it names."""
+"""Recipes from single papers for language and vision-language models; imports none of the modules that it names."""
 
 from __future__ import annotations
 
@@ -8,85 +8,85 @@ RECIPES: tuple[RecipeEntry, ...] = (
     RecipeEntry(
         "scaffolded",
         "mmrl.contrib.language.scaffolded:ScaffoldedRecipe:ScaffoldedConfig",
-        "hints of the data, as few as it takes, for questions that every sample misses (Scaf-GRPO)",
+        "the fewest hints from the data that help, for questions that every sample gets wrong (Scaf-GRPO)",
         "Scaf-GRPO, arXiv 2510.19807",
     ),
     RecipeEntry(
         "dataset_reset",
         "mmrl.contrib.language.dataset_reset:DatasetResetRecipe:DatasetResetConfig",
-        "rollouts from random points of reference answers, whose beginning is not trained (DR-PO)",
+        "rollouts that start at random points of reference answers, without training on the given part (DR-PO)",
         "Chang et al., DR-PO, arXiv 2404.08495",
     ),
     RecipeEntry(
         "hbpo",
         "mmrl.contrib.language.hbpo:HbpoRecipe:HbpoConfig",
-        "answers to a question begin with different budgets of tokens, compared in one group (HBPO)",
+        "responses to a question with different token budgets, compared in one group (HBPO)",
         "Lyu et al., HBPO, arXiv 2507.15844",
     ),
     RecipeEntry(
         "segment",
         "mmrl.contrib.language.segment:SegmentRecipe:SegmentConfig",
-        "advantages of segments of answers, by Monte Carlo values of cuts or in trees (SPO-chain, SPO-tree)",
+        "advantages for segments of responses, from Monte Carlo values at cuts or in trees (SPO-chain, SPO-tree)",
         "Guo et al., SPO, arXiv 2505.23564",
     ),
     RecipeEntry(
         "truncated",
         "mmrl.contrib.language.truncated:TruncatedRecipe:TruncatedConfig",
-        "PPO on answers that grow by a window of tokens a step, unfinished ones carried over (T-PPO)",
+        "PPO on responses that grow by one window of tokens per step; unfinished ones are carried over (T-PPO)",
         "Fan et al., T-PPO, arXiv 2506.15050",
     ),
     RecipeEntry(
         "contrastive",
         "mmrl.contrib.language.contrastive:ContrastiveRecipe:ContrastiveConfig",
-        "answers about documents, rewarded by the policy's own states of documents and queries (GRACE)",
+        "responses about documents, rewarded by the policy's hidden states of documents and queries (GRACE)",
         "GRACE, arXiv 2510.04506",
     ),
     RecipeEntry(
         "arbitrary_entropy",
         "mmrl.contrib.language.arbitrary_entropy:ArbitraryEntropyRecipe:ArbitraryEntropyConfig",
-        "positive samples of a higher or lower temperature keep the entropy near a wanted one (AEPO)",
+        "positive samples drawn at a higher or lower temperature hold the entropy near a target (AEPO)",
         "AEPO (arbitrary entropy), arXiv 2510.08141",
     ),
     RecipeEntry(
         "adaptive_temperature",
         "mmrl.contrib.language.adaptive_temperature:AdaptiveTemperatureRecipe:AdaptiveTemperatureConfig",
-        "HAPO whose tokens are drawn hotter where the policy is uncertain and colder where it is sure",
+        "HAPO with a higher sampling temperature for uncertain tokens and a lower one for certain tokens",
         "HAPO, arXiv 2509.16591; starriver030515/HAPO",
     ),
     RecipeEntry(
         "semantic_entropy",
         "mmrl.contrib.language.semantic_entropy:SemanticEntropyRecipe:SemanticEntropyConfig",
-        "smaller updates where answers differ in meaning, as an entailment model or embeddings tell (SEED-GRPO)",
+        "smaller updates if responses differ in meaning, judged by an entailment model or embeddings (SEED-GRPO)",
         "Chen et al., SEED-GRPO, arXiv 2505.12346; clusters: jlko/semantic_uncertainty",
     ),
     RecipeEntry(
         "soft_tokens",
         "mmrl.contrib.language.soft_tokens:SoftRecipe:SoftConfig",
-        "reasoning in mixtures of tokens, with Gumbel noise as the action (SofT-GRPO)",
+        "reasoning with soft tokens (mixtures of embeddings), with Gumbel noise as the action (SofT-GRPO)",
         "SofT-GRPO, arXiv 2511.06411",
     ),
     RecipeEntry(
         "value_guided",
         "mmrl.contrib.language.value_guided:ValueGuidedRecipe:ValueGuidedConfig",
-        "a critic of a policy that stays as it is, and sampling that adds its values to the next tokens (VAS)",
+        "a critic of a frozen policy, and sampling that adds its values to the next-token scores (VAS)",
         "Han et al., Value-Augmented Sampling, arXiv 2405.06639",
     ),
     RecipeEntry(
         "critique_rl",
         "mmrl.contrib.language.critique_rl:CritiqueRlRecipe:CritiqueRlConfig",
-        "a critic is rewarded for its verdict about an answer, then for what revisions gain by it (Critique-RL)",
+        "a critic is rewarded first for a correct verdict, then for how much revisions improve (Critique-RL)",
         "Critique-RL, arXiv 2510.24320",
     ),
     RecipeEntry(
         "meta_reward",
         "mmrl.contrib.language.meta_reward:MetaRewardRecipe:MetaRewardConfig",
-        "rewards of a judge whose rubric a meta judge rewrites during the run (MPO)",
+        "rewards from a judge whose rubric is rewritten by a meta judge during the run (MPO)",
         "Meta Policy Optimization, arXiv 2504.20157",
     ),
     RecipeEntry(
         "online_preference",
         "mmrl.contrib.language.online_preference:OnlinePreferenceRecipe:OnlinePreferenceConfig",
-        "losses on pairs of sampled answers, of which rewards choose the better: online DPO, XPO, Nash-MD, INPO",
+        "losses on pairs of sampled responses, ranked by rewards: online DPO, XPO, Nash-MD, INPO",
         "Guo et al., online AI feedback, arXiv 2402.04792; others: `mmrl list objectives`",
     ),
 )
@@ -139,24 +139,28 @@ PAPERS = (
 """Papers whose functions are here; others are found by their rows and recipes."""
 
 METRICS = {
-    "pairs/learnt": "Fraction of the step's pairs that are trained: their rewards differ, or the loss reads rewards.",
-    "pairs/won": "Fraction of the trained pairs in which the policy's answer is better than the opponent's.",
-    "time/opponent": "Seconds of the rollout in which the opponent's answers were sampled.",
-    "accuracy/guided": "Fraction of correct answers among those sampled with a critic's values (value_guided).",
-    "scaffold/level_mean": "Mean number of hints behind which the exchanged answers of the step were right.",
+    "pairs/learnt": (
+        "Fraction of the step's pairs that are trained, because their rewards differ or the loss reads rewards."
+    ),
+    "pairs/won": "Fraction of the trained pairs in which the policy's response is better than the opponent's.",
+    "time/opponent": "Seconds of the rollout spent sampling the opponent's responses.",
+    "accuracy/guided": "Fraction of correct responses among those sampled with a critic's values (value_guided).",
+    "scaffold/level_mean": "Mean number of hints that the step's replacement responses needed to be correct.",
     "reset/share": "Fraction of the step's questions whose rollouts start inside the reference answer.",
-    "reset/fraction_mean": "Mean fraction of the reference answer that these rollouts start with.",
-    "segment/values": "Places in answers of the step whose value was estimated: cuts of chains, or branches of trees.",
-    "segment/tokens": "Tokens sampled in the step, for answers and for values.",
-    "segment/trained": "Fraction of the tokens of the step's answers that are trained.",
-    "rubric/version": "How often the meta judge has changed the rubric.",
-    "soft/share": "Fraction of the sampled tokens that are mixtures.",
-    "soft/first_weight": "Mean weight of the first token in these mixtures; 1 is an ordinary token.",
-    "truncated/unfinished": "Fraction of the step's answers that are unfinished and continue in the next step.",
-    "truncated/continued": "Fraction of the step's answers that began in an earlier step.",
-    "truncated/reward_mean": "Mean reward of the step's finished answers.",
-    "steering/entropy": "Entropy of the last update by which the temperature of further samples is chosen, in nats.",
-    "steering/temperature": "Temperature of the step's further samples.",
-    "meaning/clusters": "Mean number of different meanings among the answers to a question.",
-    "steering/rows": "Further samples of the step that are learned.",
+    "reset/fraction_mean": "Mean fraction of the reference answer that is given at the start of a rollout.",
+    "segment/values": (
+        "Positions in the step's responses whose value was estimated: cuts of chains, or branches of trees."
+    ),
+    "segment/tokens": "Tokens sampled in the step, for responses and for value estimates.",
+    "segment/trained": "Fraction of the tokens of the step's responses that are trained.",
+    "rubric/version": "Number of times the meta judge has changed the rubric.",
+    "soft/share": "Fraction of the sampled tokens that are soft tokens (mixtures).",
+    "soft/first_weight": "Mean weight of the first token in the mixtures; 1 is an ordinary token.",
+    "truncated/unfinished": "Fraction of the step's responses that are unfinished and continue in the next step.",
+    "truncated/continued": "Fraction of the step's responses that began in an earlier step.",
+    "truncated/reward_mean": "Mean reward of the step's finished responses.",
+    "steering/entropy": "Entropy of the last update in nats, which sets the temperature of the extra samples.",
+    "steering/temperature": "Temperature of the step's extra samples.",
+    "meaning/clusters": "Mean number of different meanings among the responses to a question.",
+    "steering/rows": "Number of the step's extra samples that are trained.",
 }

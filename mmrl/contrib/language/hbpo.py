@@ -1,4 +1,4 @@
-"""HBPO: the answers to a question begin with different budgets of tokens, and are compared in one group.
+"""HBPO: the responses to a question have different token budgets and are compared in one group.
 
 The `trainer.samples_per_task` answers to a question are divided among `hierarchy.budgets`. Each answer begins with a
 sentence that states its budget, behind the tag that opens the reasoning; the sentence belongs to the prompt, so that
@@ -45,20 +45,20 @@ from mmrl.vlm.vlm_recipe import VlmRecipe
 
 @dataclass
 class HierarchySettings:
-    """Budgets of the answers to a question."""
+    """Token budgets of the responses to a question."""
 
     budgets: list[int] = field(default_factory=lambda: [512, 1024, 2048, 2560])
-    """Tokens of each budget; every one gets as many of the answers to a question."""
+    """Token budgets; each gets an equal number of the responses to a question."""
     start: str = "I will answer the question within {budget} tokens. "
-    """Beginning of an answer; {budget} is replaced. It stands behind the `<think>` that a chat template ends with; put
-    the tag in front if the model writes it itself."""
+    """Beginning of a response; {budget} is replaced. If the chat template ends with `<think>`, this text follows it. If
+    the model writes the tag itself, put it in front of the text."""
 
     def validate(self) -> None:
-        """Refuse budgets that are none, or that are not stated; raises ConfigError."""
+        """Reject invalid budgets, or a start text that does not state the budget; raises ConfigError."""
         if len(self.budgets) < 1 or min(self.budgets) < 1 or len(set(self.budgets)) < len(self.budgets):
-            raise ConfigError(f"hierarchy.budgets is {self.budgets}; name different numbers of tokens, each at least 1")
+            raise ConfigError(f"hierarchy.budgets is {self.budgets}; give different numbers of tokens, each at least 1")
         if "{budget}" not in self.start:
-            raise ConfigError(f"hierarchy.start is {self.start!r}; it must hold {{budget}}")
+            raise ConfigError(f"hierarchy.start is {self.start!r}; it must contain {{budget}}")
 
 
 @dataclass
@@ -66,7 +66,7 @@ class HbpoConfig(VlmConfig):
     """An HBPO run."""
 
     hierarchy: HierarchySettings = field(default_factory=HierarchySettings)
-    """Budgets of the answers to a question."""
+    """Token budgets of the responses to a question."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="hbpo"))
     """Objective that is optimised."""
 
@@ -76,23 +76,23 @@ class HbpoConfig(VlmConfig):
         samples, budgets = self.trainer.samples_per_task, len(self.hierarchy.budgets)
         if samples % budgets:
             raise ValueError(
-                f"trainer.samples_per_task is {samples}, which the {budgets} budgets of hierarchy.budgets cannot share "
-                f"equally; use a multiple of {budgets}"
+                f"trainer.samples_per_task is {samples}, which is not divisible by the {budgets} budgets in "
+                f"hierarchy.budgets; use a multiple of {budgets}"
             )
 
 
 class HbpoRecipe(VlmRecipe):
-    """GRPO, or another objective, on groups of answers with several budgets."""
+    """GRPO, or another objective, on groups of responses with several budgets."""
 
     config: HbpoConfig
 
     @property
     def samples_per_prompt(self) -> int:
-        """Answers of each budget."""
+        """Responses per budget."""
         return self.config.trainer.samples_per_task // len(self.config.hierarchy.budgets)
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample the answers of each budget, and join those to one question in one group."""
+        """Sample the responses of each budget, and combine those to the same question in one group."""
         budgets = self.config.hierarchy.budgets
         asked = [self._with_budget(task, budget) for task in tasks for budget in budgets]
         # other streams for each budget of a question, which follow from its place in the step alone
@@ -104,7 +104,7 @@ class HbpoRecipe(VlmRecipe):
         ]
         whole = [n for n, own in enumerate(groups) if None not in own]
         if not whole:
-            raise NoUsableTasksError("no question fits into the model with each of hierarchy.budgets")
+            raise NoUsableTasksError("no question fits in the model's context with every budget in hierarchy.budgets")
         rollouts = rollouts.select_groups(torch.tensor([groups[n] for n in whole]).flatten())
         return streams.select(whole).noted(self._joined(rollouts, [tasks[n] for n in whole]))
 

@@ -1,4 +1,4 @@
-"""LSPO in outline: utterances as strategies of a game, and pairs of a better and a worse one (arXiv 2502.04686).
+"""LSPO, simplified: utterances as strategies of a game, and pairs of a better and a worse one (arXiv 2502.04686).
 
     build_strategy_pairs("pairs.jsonl", model="my-vlm", prompts=["You buy.", "You sell."], payoff="my.py:payoff")
 
@@ -55,7 +55,7 @@ def regret_matching(payoff: Array, steps: int = 2000) -> tuple[Array, Array]:
 
 
 def clusters_of(states: Array, count: int, seed: int = 0) -> NDArray[np.int64]:
-    """Cluster (n,) of each of n states (n, H), by k-means; no more clusters than different states."""
+    """Cluster (n,) of each of n states (n, H), by k-means; at most as many clusters as distinct states."""
     from sklearn.cluster import KMeans
 
     # KMeans refuses more clusters than points, and warns of equal ones
@@ -76,7 +76,7 @@ def build_strategy_pairs(
     max_new_tokens: int = 64,
     seed: int = 0,
 ) -> Path:
-    """Write pairs of utterances of strategies that do well and badly against the other role's mixture.
+    """Write pairs of utterances from strategies that do well and badly against the other role's mixture.
 
     Args:
         path: JSONL file to write; columns prompt, chosen, rejected, score_chosen, score_rejected and role.
@@ -95,7 +95,7 @@ def build_strategy_pairs(
         UserError: there are not two roles, or no strategy does better than another.
     """
     if len(prompts) != 2:
-        raise UserError(f"prompts has {len(prompts)} entries; a game has two roles, each with its prompt")
+        raise UserError(f"prompts has {len(prompts)} entries; a game has two roles, each with one prompt")
     wins, rng = load_function(payoff, what="payoff"), np.random.default_rng([seed, 41])
     policy = load_policy(FrozenModelConfig(path=model))
     said, groups = [], []
@@ -107,7 +107,7 @@ def build_strategy_pairs(
         # an utterance said twice would be paired with itself
         texts = list(dict.fromkeys(text for text in drawn if text.strip()))
         if not texts:
-            raise UserError(f"the model says nothing as role {role}; raise max_new_tokens")
+            raise UserError(f"the model wrote nothing as role {role}; raise max_new_tokens")
         said.append(texts)
         ids = [torch.tensor(policy.encode_answer(prompt, text)) for text in texts]
         with torch.no_grad():
@@ -124,7 +124,9 @@ def build_strategy_pairs(
             {"prompt": text, "role": role, **row} for row in _pairs(said[role], values[role][groups[role]], pairs, rng)
         ]
     if not rows:
-        raise UserError("no strategy does better than another; say more (utterances) or split finer (strategies)")
+        raise UserError(
+            "no strategy does better than another; sample more (utterances) or use more clusters (strategies)"
+        )
     write_atomically(Path(path), "".join(f"{json.dumps(row)}\n" for row in rows))
     return Path(path)
 

@@ -38,8 +38,8 @@ from mmrl.vlm.vlm_recipe import VlmRecipe
 LOGGER = logging.getLogger("mmrl")
 RUBRIC = "rubric"
 LONGEST = 8000
-"""Characters of a rubric; a longer or an empty one is refused, and the last one stays."""
-"""Column of reward functions that holds the rubric."""
+"""Maximum characters of a rubric; a longer or empty rubric is rejected, and the last one stays."""
+"""Column with the rubric, for reward functions."""
 ANALYSE = (
     "A judge scores responses by a rubric, and a model is trained on the scores. Find out where scores are wrong, "
     "where the model may exploit the rubric, and what the rubric does not ask for.\n\nRubric:\n{rubric}\n\n{samples}"
@@ -47,7 +47,7 @@ ANALYSE = (
 REFINE = "Rewrite the rubric. Answer with the rubric alone.\n\nRubric:\n{rubric}\n\nAnalysis:\n{analysis}"
 
 Sample = Mapping[str, Any]
-"""An answer for the meta judge: prompt, response, reward and answer (the right one, where the data has it)."""
+"""A sample for the meta judge: prompt, response, reward and answer (the correct answer, if the data has one)."""
 
 
 @dataclass
@@ -57,9 +57,9 @@ class RubricSettings:
     text: str = "The response is correct, complete and clear."
     """The first rubric."""
     interval: int = bounded(10, at_least=1)
-    """Steps between two rubrics."""
+    """Number of steps between rubric updates."""
     samples: int = bounded(20, at_least=1)
-    """Answers of the step that the meta judge reads."""
+    """Number of the step's responses that the meta judge reads."""
     meta: str = "chat"
     """Meta judge: chat, or `module:function` (rubric, samples, **options) -> the next rubric."""
     options: dict[str, Any] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class Rubric:
 
 
 class MetaRewardRecipe(VlmRecipe):
-    """GRPO, or another objective, on the scores of a judge whose rubric changes."""
+    """GRPO, or another objective, on the scores of a judge whose rubric changes during the run."""
 
     config: MetaRewardConfig
 
@@ -104,7 +104,7 @@ class MetaRewardRecipe(VlmRecipe):
         self.parts[RUBRIC] = self.rubric
 
     def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
-        """Give every question the column `rubric`."""
+        """Add the column `rubric` to every question."""
         loaded = super().prepare_tasks(loaded, training=training)
         loaded.tasks = self._with_rubric(loaded.tasks)
         return loaded
@@ -122,7 +122,7 @@ class MetaRewardRecipe(VlmRecipe):
         return super().score_texts(self._with_rubric(tasks), prompts, texts, tokens, step)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages as usual; in some steps the meta judge writes the rubric of the next ones."""
+        """Advantages as usual; in some steps the meta judge writes the rubric for the following steps."""
         # before `advantages`, so that the whole step was scored by one rubric
         if (step.number + 1) % self.config.rubric.interval == 0:
             self._rewrite(rollouts, accelerator)
@@ -168,7 +168,11 @@ class MetaRewardRecipe(VlmRecipe):
             LOGGER.warning("rubric.meta failed, and the rubric stays as it is: %s", error)
             return ""
         if not text or len(text) > LONGEST:
-            LOGGER.warning("rubric.meta gave %d characters and may have %d; the rubric stays", len(text), LONGEST)
+            LOGGER.warning(
+                "rubric.meta returned %d characters (1 to %d are allowed); the rubric stays as it is",
+                len(text),
+                LONGEST,
+            )
             return ""
         return "" if text == self.rubric.text else text
 
@@ -204,7 +208,7 @@ def chat_meta(
     max_tokens: int = 4096,
     request_timeout_s: float = 600.0,
 ) -> str:
-    """Have a model analyse scored answers, and rewrite the rubric after its analysis."""
+    """Have a model analyse scored responses and rewrite the rubric accordingly."""
     check_url(url, "rubric.options")
     shown = "\n\n".join(
         f"Task {number}:\n{sample['prompt']}\nResponse:\n{sample['response']}\nScore: {sample['reward']:g}"

@@ -1,4 +1,4 @@
-"""Online preference optimisation: any pairwise loss on sampled answers, ranked by their rewards.
+"""Online preference optimisation: any pairwise loss on sampled responses, ranked by their rewards.
 
 The pair is the best and the worst of `trainer.samples_per_task` answers (online DPO), or an answer of the policy and
 one of an opponent: the reference (XPO) or the geometric mixture of policy and reference (Nash-MD). To rank with a
@@ -51,45 +51,45 @@ from mmrl.vlm.vlm_config import VlmConfig
 from mmrl.vlm.vlm_recipe import VlmRecipe
 
 Within = Callable[[Callable[[Any], Any]], Any]
-"""Calls a function with the other policy, while that one is in force (`Reference.score`)."""
+"""Calls a function with the other policy while its weights are active (`Reference.score`)."""
 
 
 @dataclass
 class OnlineSettings:
-    """Where pairs come from, and what the policy is compared with."""
+    """Where pairs come from, and what the policy is compared against."""
 
     opponent: str = choice("auto", ("auto", "policy", "reference", "mixture"))
-    """Writer of the other answer: the policy itself, the reference, or the geometric mixture of the two; auto: that of
-    the objective's paper."""
+    """Model that writes the other response: the policy itself, the reference, or the geometric mixture of the two;
+    auto: the choice of the objective's paper."""
     mixture: float = rare(bounded(0.5, above=0, below=1))
     """Weight of the reference in the mixture's log-probabilities."""
     reference: str = choice("start", ("start", "previous"))
-    """Policy of the loss's log-ratios, and of opponents: start (see `reference.kind`), or previous, the policy at the
-    start of the iteration."""
+    """Policy that the loss's log-ratios and the opponent refer to: start (see `reference.kind`), or previous, the
+    policy at the start of the iteration."""
     iteration: int = bounded(1, at_least=1)
-    """Steps of an iteration."""
+    """Steps per iteration."""
     extrapolation: float = rare(bounded(0.0, at_least=0))
-    """Extra step at the end of an iteration, as a fraction of the change of the weights during it."""
+    """Extrapolation of the weights at the end of an iteration, as a fraction of their change during the iteration."""
 
 
 @dataclass
 class OnlinePreferenceConfig(VlmConfig):
-    """A run on pairs of sampled answers."""
+    """A run on pairs of sampled responses."""
 
     online: OnlineSettings = field(default_factory=OnlineSettings)
     """Opponent, reference and iterations."""
     objective: PreferenceConfig = field(default_factory=PreferenceConfig)  # type: ignore[assignment]
-    """Loss that is minimised."""
+    """Loss to minimise."""
 
     @property
     def opponent(self) -> str:
-        """Writer of the other answer."""
+        """Model that writes the other response."""
         chosen = self.online.opponent
         return self.made_objective().loss.opponent if chosen == "auto" else chosen
 
     @property
     def keeps_previous(self) -> bool:
-        """Whether the policy of the iteration's start is kept."""
+        """Whether to keep the policy at the start of the iteration."""
         previous = self.online.reference == "previous" or "logp_previous" in self.made_objective().needs
         return previous or self.online.extrapolation > 0
 
@@ -106,21 +106,30 @@ class OnlinePreferenceConfig(VlmConfig):
         check_critic(self.model, needed=False)
         check_preference(objective, ("logp_previous", "kl_baseline", *(() if alone else ("own_answers",))))
         if isinstance(objective.score, DecisionScore):
-            raise ValueError("objective.score is 'decision', which is for noisy versions of images; use sum or mean")
+            raise ValueError(
+                "objective.score is 'decision', which only applies to noisy versions of images; use sum or mean"
+            )
         if self.adaptive_kl.target is not None:
-            raise ValueError("adaptive_kl.target is set, but a preference objective has no KL term; leave it out")
+            raise ValueError("adaptive_kl.target is set, but a preference objective has no KL term; remove it")
         if samples < 2 or (samples > 2 and not alone):
-            wanted = "at least 2, of which the best and the worst are" if alone else "2, one of them the opponent's, as"
-            raise ValueError(f"trainer.samples_per_task is {samples}; use {wanted} a pair")
+            wanted = (
+                "at least 2, because the best and the worst sample"
+                if alone
+                else "2, because the policy's and the opponent's response"
+            )
+            raise ValueError(f"trainer.samples_per_task is {samples}; use {wanted} form a pair")
         if "kl_baseline" in objective.needs and (self.online.reference != "start" or self.trainer.tasks_per_step < 2):
             raise ValueError(
-                f"the loss '{objective.loss.kind}' compares answers to other questions of the step with the reference; "
-                "use online.reference: start and trainer.tasks_per_step of at least 2"
+                f"the loss '{objective.loss.kind}' compares responses to other questions of the step with the "
+                "reference; use online.reference: start and trainer.tasks_per_step of at least 2"
             )
         if not alone:
             self._check_opponent()
         if self.keeps_previous and self.trainer.sharding != "none":
-            raise ValueError("a previous policy is kept whole, which trainer.sharding would divide; use sharding: none")
+            raise ValueError(
+                "online.reference: previous keeps a complete copy of the policy, which trainer.sharding would split; "
+                "use sharding: none"
+            )
 
     def _check_opponent(self) -> None:
         name = f"the opponent '{self.opponent}'"
@@ -128,23 +137,23 @@ class OnlinePreferenceConfig(VlmConfig):
             raise ValueError(f"{name} needs rollers.engine: local and sampler.engine: own")
         if self.online.reference == "start" and self.reference.kind not in ("auto", "frozen", "adapter"):
             raise ValueError(
-                f"{name} is made of the policy at the start, but reference.kind is '{self.reference.kind}'; use auto"
+                f"{name} uses the policy at the start, but reference.kind is '{self.reference.kind}'; use auto"
             )
 
 
 class AgainstOpponent:
-    """Samples one answer of the policy and one of its opponent to each question."""
+    """Samples one response from the policy and one from its opponent for each question."""
 
     def __init__(self, recipe: OnlinePreferenceRecipe, own: Sampler[VlmPolicy, Prompt, Samples]) -> None:
         self.recipe = recipe
         self.own = own
 
     def load(self, weights: VlmPolicy, version: int) -> None:
-        """Sample with these weights from now on."""
+        """Use these weights for sampling from now on."""
         self.own.load(weights, version)
 
     def sample(self, tasks: Sequence[Prompt], n: int, streams: Streams) -> Samples:
-        """Both answers to each question, the policy's first."""
+        """Both responses to each question, the policy's first."""
         config = self.recipe.config.sampler
         online = self.recipe.config.online
         policy = self.recipe.policy
@@ -189,7 +198,7 @@ def in_turn(first: Samples, second: Samples) -> Samples:
 
 
 class OnlinePreferenceRecipe(VlmRecipe):
-    """Any loss on pairs, on answers that are sampled and ranked in each step; see the module."""
+    """Any pair loss on responses that are sampled and ranked in each step; see the module."""
 
     config: OnlinePreferenceConfig
     objective: PreferenceObjective  # type: ignore[assignment]
@@ -210,13 +219,13 @@ class OnlinePreferenceRecipe(VlmRecipe):
 
     @property
     def anchor(self) -> Reference:
-        """The reference that opponents are made of."""
+        """The reference that the opponent is based on."""
         found = self.previous.policy if self.config.online.reference == "previous" and self.previous else self.start
         assert found is not None
         return found
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample the answers to each question; those of an opponent are marked."""
+        """Sample the responses to each question and mark those of the opponent."""
         rollouts = super().rollout(policy, tasks, streams, step)
         if self.config.opponent == "policy":
             return rollouts
@@ -250,7 +259,7 @@ class OnlinePreferenceRecipe(VlmRecipe):
         return self.plus_terms(output, policy, minibatch, scores, denominators, step)
 
     def describe(self) -> str:
-        """The objective's formula, and where the answers come from."""
+        """The objective's formula, and where the responses come from."""
         online, opponent = self.config.online, self.config.opponent
         shares = f"policy^{1 - online.mixture:g} reference^{online.mixture:g}"
         written = {"policy": "the best and the worst sample", "reference": "a sample and one of the reference"}
@@ -263,7 +272,7 @@ class OnlinePreferenceRecipe(VlmRecipe):
 
 
 def ranked_pairs(rollouts: Rollouts, *, keep_ties: bool) -> tuple[list[int], list[float]]:
-    """Best and worst row of each group, and 1 for each group that has an order, or a tie that is kept.
+    """Best and worst row of each group, and 1 for each group with a strict order or a tie that is kept.
 
     Of equal rows the first is the best and the last the worst.
     """
@@ -295,14 +304,14 @@ class PreviousPolicy(LossTerm):
         self.policy = Reference("frozen", recipe.policy)
         # on the CPU, as it is read only at the ends of iterations
         self.ended = {name: weight.detach().cpu().clone() for name, weight in self._trained()}
-        """Weights at the end of the iteration before, not extrapolated."""
+        """Weights at the end of the previous iteration, not extrapolated."""
 
     def provides(self, step: Step) -> frozenset[str]:
-        """The reference's log-probabilities, where it is the reference."""
+        """The reference's log-probabilities, if this is the reference."""
         return frozenset({"logp_ref"} if self.recipe.config.online.reference == "previous" else ())
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Score the answers under the previous policy."""
+        """Score the responses under the previous policy."""
         needs = self.recipe.objective.needs & ({"logp_previous"} | self.provides(step))
         if not needs:
             return rollouts
@@ -314,7 +323,7 @@ class PreviousPolicy(LossTerm):
         return rollouts.replace(logp_ref=reference, extras=rollouts.extras | extras)
 
     def on_step_end(self, step: Step) -> None:
-        """Begin the next iteration where one ends."""
+        """Start the next iteration when one ends."""
         online = self.recipe.config.online
         if (step.number + 1) % online.iteration:
             return
@@ -330,7 +339,7 @@ class PreviousPolicy(LossTerm):
                 copies[name].copy_(weight)
 
     def state_dict(self) -> Any:
-        """Weights of the iteration's start and of the end before."""
+        """Weights at the start of the iteration and at the end of the previous one."""
         copies = self._copies
         # trained weights alone: the others never change
         start = {name: copies[name].detach().cpu().clone() for name, _ in self._trained()}

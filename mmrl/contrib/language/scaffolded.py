@@ -1,4 +1,4 @@
-"""Scaf-GRPO: questions that the policy always gets wrong are asked with the fewest hints that help (arXiv 2510.19807).
+"""Scaf-GRPO: questions that the policy always gets wrong get the fewest hints that help (arXiv 2510.19807).
 
 A row of the data has a column of hints, from the first step to the whole solution. After `warmup_steps` steps, each
 question of which no sample is right is asked again with the first hint, the first two, and so on, one answer each. The
@@ -45,19 +45,19 @@ HINTS = "hints"
 
 @dataclass
 class ScaffoldSettings:
-    """Hints for questions that all samples miss."""
+    """Hints for questions that all samples get wrong."""
 
     template: str = "{question} Hints: {hints}"
     """Question with hints; {question} and {hints} are replaced."""
     prompt: str = choice("hinted", ("hinted", "bare"))
-    """Prompt that an exchanged answer is scored and trained behind: hinted, or bare (the question alone)."""
+    """Prompt with which a replacement response is scored and trained: hinted, or bare (the question alone)."""
     warmup_steps: int = bounded(50, at_least=0)
-    """First steps of the run without hints."""
+    """Number of initial steps without hints."""
 
     def validate(self) -> None:
-        """Refuse a template without the hints; raises ConfigError."""
+        """Reject a template without {hints}; raises ConfigError."""
         if "{hints}" not in self.template:
-            raise ConfigError(f"scaffold.template is {self.template!r}; it must hold {{hints}}")
+            raise ConfigError(f"scaffold.template is {self.template!r}; it must contain {{hints}}")
 
 
 @dataclass
@@ -65,24 +65,24 @@ class ScaffoldedConfig(VlmConfig):
     """A Scaf-GRPO run."""
 
     scaffold: ScaffoldSettings = field(default_factory=ScaffoldSettings)
-    """Hints for questions that all samples miss."""
+    """Hints for questions that all samples get wrong."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="scaffolded"))
     """Objective that is optimised."""
 
 
 def hint_levels(hints: Sequence[Any]) -> list[list[str]]:
-    """The hints of each level, from the fewest: the first, the first two, ...; stage by stage where there are lists."""
+    """The hints of each level, fewest first: the first, the first two, ...; stage by stage if they are lists."""
     stages = hints if hints and isinstance(hints[0], list | tuple) else [hints]
     return [list(stage[: count + 1]) for stage in stages for count in range(len(stage))]
 
 
 class Scaffold(Replacing):
-    """Hints for questions that all samples miss."""
+    """Hints for questions that all samples get wrong."""
 
     settings: ScaffoldSettings
 
     def check_data(self, tasks: Sequence[VlmTask]) -> None:
-        """Refuse questions without any hints; raises UserError."""
+        """Reject questions without any hints; raises UserError."""
         if not any(task.columns.get(HINTS) for task in tasks):
             raise UserError(
                 f"data: no question has hints in a column '{HINTS}', a list of texts; columns: "
@@ -92,7 +92,7 @@ class Scaffold(Replacing):
     def replacements(
         self, policy: VlmPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams, step: Step
     ) -> Exchange | None:
-        """The right answer with the fewest hints, in the place of the first sample of its group."""
+        """The correct response with the fewest hints, replacing the first sample of its group."""
         if step.number < self.settings.warmup_steps:
             return None
         payload = VlmPayload.of(rollouts)
@@ -166,7 +166,7 @@ class Scaffold(Replacing):
 
 
 class ScaffoldedRecipe(VlmRecipe):
-    """GRPO, or another objective, with hints where every sample fails."""
+    """GRPO, or another objective, with hints if every sample fails."""
 
     config: ScaffoldedConfig
 

@@ -46,32 +46,32 @@ from mmrl.vlm.vlm_config import VlmConfig
 from mmrl.vlm.vlm_recipe import VlmRecipe
 
 EDGE = "segment_edge"
-"""Extra (B, T) int64 of the tree's rows: number of the branch that each token belongs to, unique in its group."""
+"""Extra (B, T) int64 of the tree's rows: index of the branch that each token belongs to, unique in its group."""
 OWN = "segment_own"
 """Extra (B, T) of the tree's rows: 1 on tokens that no earlier row shares."""
 Cut = tuple[int, float]
-"""Tokens before a place of an answer, and the value of that place."""
+"""Tokens before a position in a response, and the value at that position."""
 
 
 @dataclass
 class SegmentSettings:
-    """Segments of answers and the samples that value them."""
+    """Segments of responses and the samples that estimate their values."""
 
     kind: str = choice("chain", ("chain", "tree"))
-    """chain: cuts of whole answers, valued by further answers from there; tree: answers that branch."""
+    """chain: cut whole responses and estimate the value at each cut from new samples; tree: responses that branch."""
     probability: float = bounded(0.9, above=0, at_most=1)
-    """Tokens that were sampled with at least this probability are not trained, and no chain is cut before them."""
+    """Tokens sampled with at least this probability are not trained, and chains are never cut before them."""
     interval: int = bounded(5, at_least=1)
-    """Uncertain tokens from one cut of a chain to the next."""
+    """Number of uncertain tokens between two cuts of a chain."""
     rollouts: int = bounded(9, at_least=1)
-    """Answers sampled from each cut of a chain."""
+    """Responses sampled from each cut of a chain."""
     tokens: int = bounded(600, at_least=1)
-    """Longest segment of a tree, but for the last ones."""
+    """Maximum length of a tree's segments in tokens, except for the last ones."""
     branches: list[int] = field(default_factory=lambda: [6, 6])
-    """Continuations of each unfinished branch of a tree, after the first segment, the second, ..."""
+    """Number of continuations of each unfinished branch of a tree, after the first segment, after the second, ..."""
 
     def validate(self) -> None:
-        """Refuse branches without continuations; raises ConfigError."""
+        """Reject branches without continuations; raises ConfigError."""
         if min(self.branches, default=0) < 1:
             raise ConfigError(f"segment.branches is {self.branches}; it must be one or more numbers of at least 1")
 
@@ -81,7 +81,7 @@ class SegmentConfig(VlmConfig):
     """An SPO run."""
 
     segment: SegmentSettings = field(default_factory=SegmentSettings)
-    """Segments of answers and the samples that value them."""
+    """Segments of responses and the samples that estimate their values."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="segment_chain"))
     """Objective that is optimised."""
 
@@ -89,12 +89,15 @@ class SegmentConfig(VlmConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         if self.segment.kind == "chain" and self.objective.advantage.get("std"):
-            raise ValueError("objective.advantage.std is set, but a chain's segments begin without others; use a tree")
+            raise ValueError(
+                "objective.advantage.std is set, but in a chain no other segments begin at the same state; use "
+                "segment.kind: tree"
+            )
 
 
 @dataclass
 class Branch:
-    """An answer, or its beginning, in a tree of samples."""
+    """A response, or its beginning, in a tree of samples."""
 
     group: int
     ids: list[int]
@@ -107,7 +110,7 @@ class Branch:
 
 
 def bounds(length: int, cuts: Sequence[Cut], end: float) -> tuple[Tensor, Tensor]:
-    """Values at the begin and the end of each token's segment.
+    """Values at the beginning and the end of each token's segment.
 
     Args:
         length: tokens of the answer.
@@ -173,7 +176,7 @@ class SegmentRecipe(VlmRecipe):
         self._asked: tuple[VlmPolicy, Streams] = (self.policy, Streams(0, ()))
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample answers, as usual or as trees."""
+        """Sample responses, as usual or as trees."""
         grow = self._tree if self.config.segment.kind == "tree" else super().rollout
         rollouts = grow(policy, tasks, streams, step)
         # values are sampled in `score`, by the policy and the random streams of this rollout
@@ -192,7 +195,7 @@ class SegmentRecipe(VlmRecipe):
         return rollouts.replace(extras=rollouts.extras | extras)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages of the objective over uncertain tokens; the others leave the update."""
+        """Advantages of the objective over uncertain tokens; the others are dropped from the update."""
         before, total = rollouts.extras, rollouts.mask.sum()
         kept = rollouts.logp_old.exp() < self.config.segment.probability
         # the tree alone has it: each shared segment is trained once, in the first row that has it
@@ -203,7 +206,7 @@ class SegmentRecipe(VlmRecipe):
         return super().advantages(rollouts, accelerator, step)
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the values that were estimated, and the tokens that were sampled."""
+        """Adds the number of values estimated and tokens sampled."""
         found = {f"segment/{name}": float(self.counted[name]) for name in ("values", "tokens")}
         self.counted.clear()
         return super().step_metrics(rollouts) | found
@@ -362,7 +365,7 @@ class SegmentRecipe(VlmRecipe):
 
 
 def continued(prompt: Prompt, ids: Sequence[int]) -> Prompt:
-    """A prompt behind which the first tokens of an answer are given."""
+    """A prompt followed by the given first tokens of a response."""
     if not ids:
         return prompt
     tokens = torch.tensor(ids)

@@ -1,4 +1,4 @@
-"""SEED-GRPO with a judge of meanings: smaller updates where answers differ in meaning (arXiv 2505.12346).
+"""SEED-GRPO with a judge of meanings: smaller updates if responses differ in meaning (arXiv 2505.12346).
 
 `meaning.by` decides which answers of a question mean the same:
 
@@ -47,23 +47,23 @@ Same = Callable[[int, Sequence[int]], list[bool]]
 
 @dataclass
 class MeaningSettings:
-    """Which answers of a question mean the same."""
+    """Which responses to a question mean the same."""
 
     by: str = choice("entailment", ("entailment", "embedding", "exact"))
     """Judge of meanings."""
     model: str = ""
-    """Folder or hub id of the judge: a model with classification head for entailment (the papers' is
+    """Folder or hub id of the judge: a model with a classification head for entailment (the papers use
     microsoft/deberta-v2-xlarge-mnli), an encoder for embedding."""
     text: str = rare(choice("answer", ("answer", "response")))
-    """Texts that are compared: final answers, where a response has one, or whole responses."""
+    """Texts to compare: final answers (if a response has one), or whole responses."""
     strict: bool = rare(True)
-    """entailment: both directions must be entailed; else no contradiction and not both neutral."""
+    """entailment: require entailment in both directions; otherwise require no contradiction and not both neutral."""
     with_question: bool = rare(True)
-    """entailment: the question stands in front of both texts."""
+    """entailment: put the question in front of both texts."""
     threshold: float = bounded(0.9, at_least=-1, at_most=1)
-    """embedding: smallest cosine of texts that mean the same."""
+    """embedding: minimum cosine similarity of texts that mean the same."""
     batch: int = rare(bounded(32, at_least=1))
-    """Texts, or pairs of texts, that the judge reads at once."""
+    """Texts, or pairs of texts, per batch of the judge."""
 
 
 @dataclass
@@ -73,24 +73,28 @@ class SemanticEntropyConfig(VlmConfig):
     meaning: MeaningSettings = field(default_factory=MeaningSettings)
     """Judge of meanings."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="seed_grpo"))
-    """Objective that is optimised, with a block that reads answers."""
+    """Objective to optimise, with a block that reads responses."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         exact = self.meaning.by == "exact"
         if exact == bool(self.meaning.model):
-            told = "nothing reads it while meaning.by is exact" if exact else f"meaning.by {self.meaning.by} needs one"
-            raise ValueError(f"meaning.model is {self.meaning.model!r}, but {told}; give a folder or hub id, or exact")
+            told = (
+                "it is not used while meaning.by is exact" if exact else (f"meaning.by {self.meaning.by} needs a model")
+            )
+            raise ValueError(
+                f"meaning.model is {self.meaning.model!r}, but {told}; set a folder or hub id, or use meaning.by: exact"
+            )
         if "answers" not in make_objective(self.objective).needs:
             raise ValueError(
-                f"no block of objective '{self.objective.preset}' reads answers, so meanings would change nothing; use "
-                "objective.preset=seed_grpo, or recipe vlm"
+                f"no block of objective '{self.objective.preset}' reads responses, so meanings would have no effect; "
+                "use objective.preset=seed_grpo, or recipe: vlm"
             )
 
 
 def clusters(number: int, same: Same) -> list[int]:
-    """Cluster of each of so many texts: that of the first text of a cluster that means the same, or one of its own.
+    """Cluster of each of `number` texts: the cluster whose first text means the same, or a new one.
 
     Source: Kuhn et al., arXiv 2302.09664, algorithm 1.
     """
@@ -107,7 +111,7 @@ def clusters(number: int, same: Same) -> list[int]:
 
 
 class Judge:
-    """A frozen transformers model that says which texts mean the same.
+    """A frozen transformers model that decides which texts mean the same.
 
     Args:
         settings: What it is, and how it is asked.
@@ -139,17 +143,17 @@ class Judge:
         # the first token's layer is not read of encoders; a head without weights would be drawn at random
         if missing := sorted(key for key in report["missing_keys"] if not key.startswith("pooler.")):
             raise UserError(
-                f"meaning.model {settings.model!r} lacks weights such as {missing[0]}; it is no {self.auto}"
+                f"meaning.model {settings.model!r} lacks weights such as {missing[0]}; it is not an {self.auto}"
             )
         self.tokenizer.split_special_tokens = True  # an answer that spells a control token means characters
         self.model.eval().requires_grad_(False)
 
     def same(self, texts: Sequence[str], question: str) -> Same:
-        """The relation of texts that answer one question."""
+        """The same-meaning relation between texts that answer one question."""
         raise NotImplementedError
 
     def read(self, *texts: Sequence[str]) -> Any:
-        """Outputs for texts, or for pairs of texts, and their attention mask; longer ones are cut."""
+        """Outputs for texts, or for pairs of texts, and their attention mask; texts that are too long are truncated."""
         # RoBERTa counts positions from 2
         positions = getattr(self.model.config, "max_position_embeddings", 514) - 2
         limit = min(self.tokenizer.model_max_length, positions)
@@ -158,7 +162,7 @@ class Judge:
             return self.model(**given.to(self.model.device)), given["attention_mask"]
 
     def batches(self, number: int) -> list[range]:
-        """Numbers of texts that are read at once."""
+        """Indices of texts to read in one batch."""
         size = self.settings.batch
         return [range(start, min(start + size, number)) for start in range(0, number, size)]
 
@@ -167,7 +171,7 @@ class Embeddings(Judge):
     """Texts mean the same if their embeddings are near: means of the last states over tokens, normalised."""
 
     def same(self, texts: Sequence[str], question: str) -> Same:
-        """See `Judge`; all texts are read once."""
+        """See `Judge`; every text is read once."""
         rows = torch.cat([self.embedded([texts[i] for i in part]) for part in self.batches(len(texts))])
         near = rows @ rows.T >= self.settings.threshold
         return lambda first, others: [bool(near[first, other]) for other in others]
@@ -214,7 +218,7 @@ class Entailment(Judge):
         return [self.contradicts not in pair and self.entails in pair for pair in pairs]
 
     def verdicts(self, premises: Sequence[str], hypotheses: Sequence[str]) -> list[int]:
-        """Likeliest class of each pair."""
+        """Most likely class of each pair."""
         parts = [([premises[i] for i in part], [hypotheses[i] for i in part]) for part in self.batches(len(premises))]
         return [int(found) for part in parts for found in self.read(*part)[0].logits.argmax(-1).tolist()]
 
@@ -223,7 +227,7 @@ JUDGES: dict[str, type[Judge]] = {"entailment": Entailment, "embedding": Embeddi
 
 
 class SemanticEntropyRecipe(VlmRecipe):
-    """SEED-GRPO, or another objective that reads answers, with a judge of meanings."""
+    """SEED-GRPO, or another objective that reads responses, with a judge of meanings."""
 
     config: SemanticEntropyConfig
 
@@ -256,7 +260,7 @@ class SemanticEntropyRecipe(VlmRecipe):
         return found | {ANSWER: to_device(numbers, rollouts.mask.device)}
 
     def meanings(self, texts: Sequence[str], question: str) -> list[int]:
-        """Cluster of each text; equal strings are one text to the judge."""
+        """Cluster of each text; the judge sees equal strings as one text."""
         first: dict[str, str] = {}
         for text in texts:
             first.setdefault(normalise(text), text)
@@ -268,7 +272,7 @@ class SemanticEntropyRecipe(VlmRecipe):
         return [of_text[normalise(text)] for text in texts]
 
     def describe(self) -> str:
-        """The objective's formula, and which answers mean the same."""
+        """The objective's formula, and which responses mean the same."""
         own = self.config.meaning
         how = {
             "entailment": f"each {own.text} follows from the other by {own.model}",

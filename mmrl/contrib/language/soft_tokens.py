@@ -1,4 +1,4 @@
-r"""SofT-GRPO: reasoning in mixtures of tokens, trained with the Gumbel reparametrisation (arXiv 2511.06411).
+r"""SofT-GRPO: reasoning with mixtures of tokens, trained with the Gumbel reparametrisation (arXiv 2511.06411).
 
 Until a row's thinking ends, each of its decisions is a soft token. Of the sampler's top_k likeliest tokens within
 top_p, with the probabilities p_k among them and Gumbel noise e_k, clipped to [-1.5, 3],
@@ -54,9 +54,9 @@ NOISE = (-1.5, 3.0)
 """Bounds of the Gumbel noise."""
 EPS = 1e-6
 EDGE = 1e-3
-"""Noise that was drawn at a bound is at it again up to rounding, which must not decide whether it has a gradient."""
+"""Noise drawn at a bound is recomputed up to rounding, which must not decide whether it has a gradient."""
 RARE = -3.0
-"""Tokens with a smaller log-probability among the K do not count in that of their mixture."""
+"""Tokens among the K with a smaller log-probability are ignored in the log-probability of their mixture."""
 
 
 def mixture_logp(logp: Tensor, scores: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class SoftSettings:
     """Soft tokens."""
 
     temperature: float = bounded(0.1, above=0)
-    """Temperature of the weights; towards 0 a mixture becomes its first token."""
+    """Temperature of the mixture weights; as it approaches 0, a mixture becomes its first token."""
     thinking_end: str = rare("</think>")
     """Text of the token that ends the soft part of a response."""
 
@@ -92,7 +92,8 @@ class SoftConfig(VlmConfig):
     soft: SoftSettings = field(default_factory=SoftSettings)
     """Soft tokens."""
     sampler: EngineSamplerConfig = field(default_factory=lambda: EngineSamplerConfig(top_p=0.95, top_k=5))
-    """Sampling of answers; top_k tokens within top_p make a mixture, and ordinary tokens are drawn from them too."""
+    """Sampling of responses; a mixture consists of top_k tokens within top_p, and ordinary tokens are drawn from them
+    too."""
     objective: ObjectiveConfig = field(
         default_factory=lambda: ObjectiveConfig(preset="grpo", kl={"coef": 0.001}, aggregation={"kind": "token_mean"})
     )
@@ -102,12 +103,15 @@ class SoftConfig(VlmConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         if self.sampler.top_k < 2:
-            raise ValueError(f"sampler.top_k is {self.sampler.top_k}; a soft token mixes that many, at least 2")
+            raise ValueError(
+                f"sampler.top_k is {self.sampler.top_k}; it is the number of tokens in a mixture, so it must be at "
+                "least 2"
+            )
         if self.model.gradient_checkpointing or not self.model.shared_prefix:
             raise ValueError("soft tokens need model.shared_prefix=true and model.gradient_checkpointing=false")
         needing = [key for key, block in make_objective(self.objective).blocks.items() if needs_probability(block)]
         if needing:
-            raise ValueError(f"objective.{needing[0]} reads probabilities, but soft tokens have densities")
+            raise ValueError(f"objective.{needing[0]} uses probabilities, but soft tokens have densities")
 
 
 def needs_probability(block: Any) -> bool:
@@ -135,7 +139,7 @@ class SoftState(GenerationState):
         self.tables.append((self.mixed["soft"], 0.0))
 
     def choose(self, rows: Tensor, step: int, logp: Tensor, running: Tensor) -> Tensor:
-        """Draw an ordinary token of each row, and in its place a soft one of those that think."""
+        """Draw an ordinary token for each row, and replace it by a soft token in rows that are still thinking."""
         token = super().choose(rows, step, logp, running)
         ids, scores = self._mixtures(logp, self.noise[step, rows])
         soft = self.thinking[rows] & running
@@ -194,11 +198,11 @@ class SoftSampler:
         return found
 
     def close(self) -> None:
-        """Free nothing: the policy is not the sampler's."""
+        """Do nothing: the sampler does not own the policy."""
 
 
 class SoftRecipe(VlmRecipe):
-    """GRPO, or another objective, with soft tokens in the reasoning."""
+    """GRPO, or another objective, with soft tokens during reasoning."""
 
     config: SoftConfig
     sampler: SoftSampler  # type: ignore[assignment]
@@ -208,7 +212,7 @@ class SoftRecipe(VlmRecipe):
         if self.samples_elsewhere:
             # super() may have started an engine
             self.close()
-            raise UserError("sampler.engine is another; soft tokens are sampled by the policy itself")
+            raise UserError("sampler.engine must be own, because soft tokens are only sampled by the policy itself")
         thinking_end(self.policy, config.soft)
         self.sampler = SoftSampler(config.sampler.config, config.soft, self._keep_prefill())
 
@@ -235,7 +239,7 @@ class SoftRecipe(VlmRecipe):
         return found if "states" in outputs else dataclasses.replace(found, states=None)
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
-        """Adds the fraction of soft tokens and the mean weight of their first one."""
+        """Adds the fraction of soft tokens and the mean weight of their first token."""
         mixed = VlmPayload.of(rollouts).mixed
         # rollouts may have been padded or cut to another width
         soft = functional.pad(rollouts.mask, (0, mixed["soft"].shape[1] - rollouts.num_decisions)) * mixed["soft"]
@@ -244,7 +248,7 @@ class SoftRecipe(VlmRecipe):
         return super().step_metrics(rollouts) | own
 
     def describe(self) -> str:
-        """The objective's formula, and what its log-probabilities are of soft tokens."""
+        """The objective's formula, and what the log-probabilities of soft tokens are."""
         return (
             f"{super().describe()}\nwhere p of a soft token is a density of its Gumbel noise, weights of temperature "
             f"{self.config.soft.temperature:g}, until {self.config.soft.thinking_end}"
@@ -252,8 +256,10 @@ class SoftRecipe(VlmRecipe):
 
 
 def thinking_end(policy: VlmPolicy, settings: SoftSettings) -> int:
-    """Token that ends the soft part; raises UserError where its text is not one token."""
+    """Token that ends the soft part; raises UserError if its text is not one token."""
     ids = policy.processor.tokenizer.encode(settings.thinking_end, add_special_tokens=False)
     if len(ids) != 1:
-        raise UserError(f"soft.thinking_end is {settings.thinking_end!r}, {len(ids)} tokens of this model; name one")
+        raise UserError(
+            f"soft.thinking_end is {settings.thinking_end!r}, which is {len(ids)} tokens for this model; it must be one"
+        )
     return int(ids[0])

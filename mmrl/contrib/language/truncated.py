@@ -1,4 +1,4 @@
-"""T-PPO: answers grow by a window of tokens a step, and unfinished ones are carried over (arXiv 2506.15050).
+"""T-PPO: responses grow by one window of tokens per step, and unfinished ones are carried over (arXiv 2506.15050).
 
 A step samples at most `window` tokens of each answer. Questions with unfinished answers keep their slot of the step,
 and these answers go on from where they were; the slots of all other questions get new ones (successive batching). The
@@ -39,11 +39,11 @@ from mmrl.vlm.vlm_recipe import VlmRecipe
 
 TRUNCATED = "truncated"
 NEW = "new"
-"""Extra (B, T): 1 on tokens that were sampled in this step."""
+"""Extra (B, T): 1 on tokens sampled in this step."""
 Answer = tuple[list[int], list[float]]
-"""Tokens of the beginning of an answer, and their log-probabilities."""
+"""Tokens at the beginning of a response, and their log-probabilities."""
 Slot = tuple[str, list[Answer]]
-"""Id of a question, and its unfinished answers."""
+"""Id of a question, and its unfinished responses."""
 
 
 @dataclass
@@ -51,9 +51,9 @@ class TruncatedConfig(VlmConfig):
     """A T-PPO run."""
 
     window: int = bounded(1024, at_least=1)
-    """Most tokens that an answer grows by in a step."""
+    """Maximum number of tokens added to a response per step."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="tppo"))
-    """Objective that is optimised; its advantage needs a critic."""
+    """Objective to optimise; its advantage needs a critic."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -61,22 +61,26 @@ class TruncatedConfig(VlmConfig):
         objective = make_objective(self.objective)
         if not objective.needs_values:
             raise ValueError(
-                f"objective.advantage is '{objective.advantage.kind}', but unfinished answers need a critic"
+                f"objective.advantage is '{objective.advantage.kind}', but unfinished responses need a critic"
             )
         if objective.filter.resamples:
-            raise ValueError("objective.filter resamples, but a step continues each answer once; use drop or none")
+            raise ValueError(
+                "objective.filter is resample, but each step continues each response once; use drop or none"
+            )
         if self.rollers.overlap:
-            raise ValueError("rollers.overlap is set, but a step begins with the unfinished answers of the one before")
+            raise ValueError(
+                "rollers.overlap is set, but each step starts from the unfinished responses of the previous one"
+            )
 
 
 class Carried:
-    """Unfinished answers by the place of their question in a step, the same in every process."""
+    """Unfinished responses by the index of their question in a step, the same in every process."""
 
     def __init__(self) -> None:
         self.slots: dict[int, Slot] = {}
 
     def state_dict(self) -> dict[int, Any]:
-        """The answers."""
+        """The responses."""
         return dict(self.slots)
 
     def load_state_dict(self, state: Mapping[int, Any]) -> None:
@@ -86,7 +90,7 @@ class Carried:
 
 @dataclass
 class SampledRow:
-    """An answer after this step."""
+    """A response after this step."""
 
     group: int
     ids: list[int]
@@ -97,7 +101,7 @@ class SampledRow:
 
 
 class TruncatedRecipe(VlmRecipe):
-    """PPO on answers that several steps sample."""
+    """PPO on responses that are sampled over several steps."""
 
     config: TruncatedConfig
 
@@ -106,11 +110,11 @@ class TruncatedRecipe(VlmRecipe):
         self.carried = self.parts["carried"] = Carried()
         self.tasks_by_id = {task.id: task for task in self.train_tasks}
         self.left: list[tuple[int, Slot]] = []
-        """Unfinished answers of the step by the place of their question."""
+        """Unfinished responses of the step by the index of their question."""
         self.added["left"] = self.left
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Continue unfinished answers, and begin those of new questions in the other slots."""
+        """Continue unfinished responses, and start those of new questions in the other slots."""
         slots = self.carried.slots
         asked = [
             # the place's question is the one whose answers are unfinished; its new question is not asked in this step
@@ -152,7 +156,7 @@ class TruncatedRecipe(VlmRecipe):
 
     @property
     def width(self) -> int:
-        """Most tokens of an answer in a step."""
+        """Maximum number of tokens of a response in a step."""
         return min(self.config.window, self.config.sampler.max_new_tokens)
 
     def _sampled(
@@ -201,13 +205,13 @@ class TruncatedRecipe(VlmRecipe):
         return Rollouts(group, mask, logp, missing, payload, extras=extras).to(policy.device)
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Rewards of finished answers; 0 for the others."""
+        """Rewards of finished responses; 0 for the others."""
         rollouts = super().score(rollouts, step)
         # 0 rather than NaN, which would leave the row untrained
         return rollouts.replace(reward=rollouts.reward.masked_fill(rollouts.extras[TRUNCATED] > 0, 0.0))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Advantages of the step's tokens; targets of the critic at all tokens of finished answers."""
+        """Advantages of the step's tokens; targets of the critic at all tokens of finished responses."""
         whole = rollouts.mask
         new = rollouts.extras[NEW]
         cut = rollouts.extras[TRUNCATED] > 0
@@ -232,7 +236,7 @@ class TruncatedRecipe(VlmRecipe):
         return found.replace(mask=mask, returns=returns)
 
     def rollout_state(self, tasks: Sequence[VlmTask]) -> dict[int, Slot]:
-        """The unfinished answers."""
+        """The unfinished responses."""
         return self.carried.state_dict()
 
     def load_rollout_state(self, state: Mapping[int, Slot]) -> None:
@@ -248,7 +252,7 @@ class TruncatedRecipe(VlmRecipe):
 
 
 def places_of(asked: Sequence[object], kept: Sequence[object]) -> list[int]:
-    """Places of the objects that were kept, in their order; an object may be there twice."""
+    """Positions of the objects that were kept, in order; an object may occur twice."""
     places, number = list[int](), 0
     for one in kept:
         # by identity: a task may be asked at two places

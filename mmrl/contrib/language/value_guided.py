@@ -48,13 +48,13 @@ class GuidanceConfig:
     """Decoding with values; the defaults are those of the public code."""
 
     beta: float = bounded(3.0, at_least=0)
-    """Weight of a value that is added to a log-probability."""
+    """Weight with which a value is added to a log-probability."""
     top_k: int = bounded(20, at_least=1)
-    """Likeliest tokens whose values are computed; the others keep their log-probabilities."""
+    """Number of most likely tokens whose values are computed; the others keep their log-probabilities."""
 
 
 def critic_on_states() -> ModelConfig:
-    """A head with a hidden layer, whose gradient ends at the policy's states."""
+    """A head with one hidden layer, whose gradient stops at the policy's states."""
     return ModelConfig(critic=CriticSettings(hidden=[1024], stop_gradient=True))
 
 
@@ -66,24 +66,24 @@ def returns_objective() -> ObjectiveConfig:
 
 @dataclass
 class ValueGuidedConfig(VlmConfig):
-    """A run that trains a critic of a policy that stays as it is."""
+    """A run that trains a critic for a frozen policy."""
 
     model: ModelConfig = field(default_factory=critic_on_states)
     """Model, critic, precision."""
     guidance: GuidanceConfig = field(default_factory=GuidanceConfig)
     """Decoding with values, in evaluations."""
     objective: ObjectiveConfig = field(default_factory=returns_objective)
-    """Objective whose critic is trained; its policy loss is not read."""
+    """Objective whose critic is trained; its policy loss is not used."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         if not self.model.critic.stop_gradient:
-            raise UserError("value_guided leaves the policy as it is; set model.critic.stop_gradient: true")
+            raise UserError("value_guided does not train the policy; set model.critic.stop_gradient: true")
 
 
 class ValueGuidedRecipe(VlmRecipe):
-    """Trains the critic of a policy, and measures what it adds in decoding."""
+    """Trains the critic of a policy, and measures how much it improves decoding."""
 
     config: ValueGuidedConfig
     own_loss = "value_guided"
@@ -110,7 +110,7 @@ class ValueGuidedRecipe(VlmRecipe):
 
 @dataclass
 class GuidedMeasure(AnswerMeasure):
-    """Adds answers that are sampled with values to the greedy and the sampled ones."""
+    """Adds responses sampled with values to the greedy and the sampled ones."""
 
     guidance: GuidanceConfig
 

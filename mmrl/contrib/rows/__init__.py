@@ -1,4 +1,4 @@
-"""Objectives and blocks of single papers; `objective.preset` and `kind` find them when the library has no such name."""
+"""Objectives and blocks from single papers; `objective.preset` and `kind` look names up here after the library."""
 
 from mmrl.contrib.rows import (
     adaptive,
@@ -12,4 +12,4 @@ from mmrl.contrib.rows import (
 )
 
 FAMILIES = (adaptive, tracked, estimators, comparisons, agentic, prefixes, bgpo, further_pairs)
-"""Files with rows, in the order in which they are listed."""
+"""Files with rows, in listing order."""

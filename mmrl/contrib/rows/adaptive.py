@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 BOUNDS = ("clip_low", "clip_high")
-"""Keys of `Rollouts.extras` (B,): bounds of the ratio that hold for an optimiser step."""
+"""Keys of `Rollouts.extras` (B,): bounds of the ratio for an optimiser step."""
 
 ENTROPY_LEVEL = "entropy_level"
 """Key of `Rollouts.extras` (B, T): entropy of each decision on the scale of `HapoClip`."""
 
 ENTROPY_EPS = 1e-8
-"""Smallest entropy in nats whose logarithm HAPO takes, and smallest divisor of levels."""
+"""Minimum entropy in nats whose logarithm HAPO takes, and minimum divisor of levels."""
 
 
 def bounded_loss(log_ratio: Tensor, advantage: Tensor, low: Tensor, high: Tensor, dual: float | None) -> Loss:
@@ -52,7 +52,7 @@ def bounded_loss(log_ratio: Tensor, advantage: Tensor, low: Tensor, high: Tensor
 
 
 def tried(first: float, last: float, step: float) -> list[float]:
-    """Values of a bound from the first to the last one, in the order in which they are tried."""
+    """Values of a bound from first to last, in the order in which they are tried."""
     found = [first]
     while found[-1] < last:
         # the last bound itself is always tried
@@ -78,21 +78,21 @@ class Bapo(StepClip):
     kind = "bapo"
     surveys = True
     lower: float = rare(bounded(0.6, at_least=0, at_most=1))
-    """Lower bound at first."""
+    """Initial lower bound."""
     lower_max: float = rare(bounded(0.9, at_least=0, at_most=1))
-    """Lower bound once it has moved."""
+    """Lower bound after it has moved."""
     upper: float = rare(bounded(1.2, at_least=1))
-    """Upper bound at first."""
+    """Initial upper bound."""
     upper_max: float = rare(bounded(3.0, at_least=1))
-    """Largest upper bound."""
+    """Maximum upper bound."""
     upper_step: float = rare(bounded(0.05, above=0))
-    """Distance between the upper bounds that are tried."""
+    """Step between the upper bounds to try."""
     target: float = rare(bounded(1.0, at_least=0))
-    """Wanted P / N; 1 is the share P / (P + N) = 0.5 of the paper."""
+    """Target for P / N; 1 corresponds to the paper's P / (P + N) = 0.5."""
     order: str = rare(choice("high_first", ("high_first", "low_first")))
-    """Bound that rises first: "high_first" (paper) or "low_first" (the released code)."""
+    """Bound to raise first: "high_first" (paper) or "low_first" (the released code)."""
     dual: float | None = rare(bounded(3.0, above=1))
-    """Bound c on the loss -A c where the advantage is negative; none switches it off."""
+    """Bound c on the loss -A c for negative advantages; null disables it."""
 
     def problems(self, where: str) -> Iterator[str]:
         yield from super().problems(where)
@@ -166,7 +166,7 @@ class TokenGroupMeanStd(Advantage):
     eps: float = rare(bounded(1e-6, above=0))
     """Added to the standard deviation."""
     limit: float = rare(bounded(5.0, above=0))
-    """Size of an advantage from which on its group counts rows."""
+    """Groups with an advantage of at least this size use the standard deviation over rows instead."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         reward = rollouts.reward
@@ -228,20 +228,20 @@ class HapoClip(StepClip):
     kind = "hapo"
     needs = frozenset({"entropy_old"})
     low: float = rare(bounded(0.2, at_least=0, at_most=0.5))
-    """The ratio is bounded below by 1 - low, and by 1 - low (1 - alpha h) where h <= 0."""
+    """The ratio is bounded below by 1 - low, or by 1 - low (1 - alpha h) if h <= 0."""
     high: float = rare(bounded(0.2, at_least=0))
-    """The ratio is bounded above by 1 + high, and by 1 + high (1 + alpha h) where h > 0."""
+    """The ratio is bounded above by 1 + high, or by 1 + high (1 + alpha h) if h > 0."""
     alpha: float = rare(bounded(1.0, at_least=0, at_most=1))
-    """Effect of h on the bounds."""
+    """Strength of the effect of h on the bounds."""
     beta: float = rare(bounded(1.0, at_least=0, at_most=1))
-    """Effect of h on the advantages, which are multiplied by 1 + beta h."""
+    """Strength of the effect of h on the advantages, which are multiplied by 1 + beta h."""
     pivot: float = rare(bounded(0.8, at_least=0, at_most=1))
     """Quantile of the entropies at which h is 0."""
     sign: str = rare(choice("signed", ("signed", "repo")))
-    """With "signed" h is in [-1, 1]; with "repo" negative values are divided by the smallest itself, as released, so
-    that h is in [0, 1]."""
+    """"signed": h is in [-1, 1]; "repo": negative values are divided by the (negative) minimum, as in the released
+    code, so h is in [0, 1]."""
     dual: float | None = rare(bounded(10.0, above=1))
-    """Bound c on the loss -A c where the advantage is negative; none switches it off."""
+    """Bound c on the loss -A c for negative advantages; null disables it."""
 
     def constants(self, rollouts: Rollouts) -> dict[str, Tensor]:
         entropy = required(rollouts.entropy, "rollouts.entropy", "clip 'hapo' reads it")
@@ -304,7 +304,7 @@ class HapoClip(StepClip):
 
 @dataclass(frozen=True)
 class ConflictTokens(Weight):
-    """Spares the tokens that good and bad responses of a group begin or end with.
+    """Protects the tokens that good and bad responses of a group share at their beginning or end.
 
     In the runs of conflicts from either end, bad responses do not learn and good ones learn `factor` times, or its
     square where both runs meet. A token is in conflict where a response with a reward above the mean of its group and
@@ -318,9 +318,10 @@ class ConflictTokens(Weight):
     reads_sum = True
     needs = frozenset({"samples", "tokens"})
     factor: float = bounded(2.0, at_least=0)
-    """Weight of the conflicts of good responses."""
+    """Weight of conflict tokens in good responses."""
     count: str = rare(choice("both", ("both", "longest")))
-    """Conflicts that weights are divided by: those of "both" runs, or of the "longest" one, as released."""
+    """Number of conflict tokens that weights are divided by: "both" runs, or the "longest" run as in the released
+    code."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         found = rollouts.extras.get(TOKENS)
@@ -363,7 +364,7 @@ class ConflictTokens(Weight):
 
 @dataclass(frozen=True)
 class EntropyFiltered(Advantage):
-    """Reward minus group mean, less a share of the response's mean entropy; 0 for responses with a high one.
+    """Reward minus group mean, minus a fraction of the response's mean entropy; 0 for responses with high entropy.
 
     Source: GTPO, arXiv 2508.03772; winstonsmith1897/GTPO gtpo/gtpo_training.py, with the updated policy's entropies.
     """
@@ -371,9 +372,9 @@ class EntropyFiltered(Advantage):
     kind = "entropy_filtered"
     needs = frozenset({"samples", "entropy_old"})
     limit: float = rare(bounded(0.7, above=0))
-    """Mean entropy in nats above which a response is left out."""
+    """Mean entropy in nats above which a response is excluded."""
     coef: float = rare(bounded(0.1, at_least=0))
-    """Factor of the entropy."""
+    """Coefficient of the entropy."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         entropy = required(rollouts.entropy, "rollouts.entropy", "advantage 'entropy_filtered' reads it")

@@ -1,4 +1,4 @@
-"""Objectives that give credit to the turns of an agent, or balance episodes that branch."""
+"""Objectives that assign credit to an agent's turns, or balance episodes that branch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TurnReturns(Advantage):
-    """Discounted returns from each turn on, over the largest of the row in size; no baseline.
+    """Discounted returns from each turn on, divided by the row's largest absolute value; no baseline.
 
     Source: EPO, arXiv 2502.12486; lxqpku/EPO LLaMA-Factory/data_new/utils/preprocessing.py.
     """
@@ -73,7 +73,7 @@ class TurnNormalised(InformationGain):
     gamma: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Discount per turn."""
     apart: bool = rare(False)
-    """Whether the last turns of episodes are normalised among themselves, and the others among themselves."""
+    """Normalise final turns separately from the others."""
 
     @property
     def level(self) -> str:
@@ -186,7 +186,7 @@ class GradientPreserving(BoundedClip):
 
     kind = "gradient_preserving"
     dual: float | None = rare(bounded(None, above=1))
-    """Bound c > 1 (3 is usual) on the loss -A c where the advantage is negative; none switches it off."""
+    """Bound c > 1 (usually 3) on the loss -A c for negative advantages; null disables it."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         loss, indicators = PpoClip(self.low, self.high, self.dual)(log_ratio, logp, advantage)
@@ -204,7 +204,7 @@ class GradientPreserving(BoundedClip):
 
 @dataclass(frozen=True)
 class EntropyBalanced(Weight):
-    """Weighs a decision by its entropy, relative to all decisions of the step.
+    """Weights a decision by its entropy, relative to all decisions of the step.
 
     The entropy is that of the policy that the update starts from; the public code takes the updated policy's, and mean
     and deviation of each micro-batch.
@@ -215,7 +215,7 @@ class EntropyBalanced(Weight):
     kind = "entropy_balanced"
     needs = frozenset({"entropy_old"})
     scale: float = rare(bounded(0.2, at_least=0))
-    """Added to the weight for each standard deviation above the mean; no weight falls below 0."""
+    """Increase of the weight per standard deviation above the mean; weights never fall below 0."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         entropy = required(rollouts.entropy, "rollouts.entropy", "weight 'entropy_balanced' reads it")

@@ -58,13 +58,14 @@ class Discriminative(StepClip):
     score: str = rare(choice("logp", ("logp", "ratio")))
     """Quantity whose mean over a row is the row's score: log-probabilities or importance ratios."""
     temperature: float = rare(bounded(10.0, above=0))
-    """The papers' tau: scores are compared in units of it (10 for log-probabilities, 1 for ratios)."""
+    """Temperature for comparing scores (tau in the papers): 10 for log-probabilities, 1 for ratios."""
     length_scale: float | None = rare(bounded(None, above=0))
-    """Tokens by which a longer good row weighs e times less (DRPO: 0.1 of the longest answer); none: all alike."""
+    """Length scale in tokens: a good row this much longer gets 1/e of the weight (DRPO: 0.1 of the longest response);
+    null: equal weights."""
     limit: float = rare(bounded(1e-4, at_least=0))
-    """Divergence in nats a decision that costs nothing."""
+    """Divergence (nats per decision) that is not penalised."""
     penalty: float = rare(bounded(1000.0, at_least=0))
-    """Factor of the divergence beyond it."""
+    """Penalty coefficient for divergence above `limit`."""
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
         """See `Clip`; all decisions of a group carry the group's loss."""
@@ -176,7 +177,7 @@ class JointPairs(BoundedClip):
 
 @dataclass(frozen=True)
 class GroupPreference(BoundedClip):
-    """Clipped surrogate, and a preference of the group's better rows to its worse ones.
+    """Clipped surrogate, plus a preference of the group's better rows over its worse ones.
 
     With s = beta sum_t (logp_t - logp_ref_t) of a row, rows above the group's mean reward w and those below l, the
     second part is -log sigmoid(mean s_w - mean s_l) + variance Var(s_w), 0 for a group without either.
@@ -191,7 +192,7 @@ class GroupPreference(BoundedClip):
     coef: float = rare(bounded(0.01, at_least=0))
     """Weight of the preference."""
     beta: float = rare(bounded(0.1, above=0))
-    """Score of a nat of log-ratio to the reference."""
+    """Scale of the log-ratio to the reference."""
     variance: float = rare(bounded(1.0, at_least=0))
     """Weight of the variance of the better rows' scores."""
 

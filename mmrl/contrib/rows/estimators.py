@@ -34,10 +34,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 LARGEST_WEIGHT = 1e6
-"""Bound of BNPO's weight, which is infinite where the fitted density is 0."""
+"""Bound on BNPO's weight, which is infinite if the fitted density is 0."""
 
 GROUP_ADVANTAGE, OWN_WEIGHT = "group_advantage", "own_weight"
-"""Keys of `Rollouts.extras` (B,): COPO's advantage of a group among all, and the weight of a row's own advantage."""
+"""Keys of `Rollouts.extras` (B,): COPO's advantage of a group among all groups, and the weight of a row's own
+advantage."""
 
 
 def group_means(x: Tensor, group: Tensor, valid: Tensor) -> Tensor:
@@ -51,7 +52,7 @@ def group_means(x: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class BetaNormalised(GroupEstimator):
-    """Reward minus group mean, over the density of a Beta distribution at that mean.
+    """Reward minus group mean, divided by the density of a Beta distribution at that mean.
 
     The distribution is fitted to the mean rewards p of all groups of the step by their mean m and variance v, so that
     groups of a rare difficulty weigh more. Rewards are mapped to [0, 1] first.
@@ -61,9 +62,9 @@ class BetaNormalised(GroupEstimator):
 
     kind = "beta_normalised"
     low: float = rare(0.0)
-    """Smallest reward; less counts as this."""
+    """Minimum reward; lower values are clipped to it."""
     high: float = rare(1.0)
-    """Largest reward; more counts as this."""
+    """Maximum reward; higher values are clipped to it."""
 
     def of_rows(self, reward: Tensor, group: Tensor, valid: Tensor) -> Tensor:
         share = ((reward - self.low) / (self.high - self.low)).clamp(0.0, 1.0)
@@ -101,7 +102,7 @@ def _beta(shares: Tensor) -> torch.distributions.Beta:
 
 @dataclass(frozen=True)
 class VirtualBest(GroupEstimator):
-    """Reward minus mean, over deviation, of the group with one more answer that earned the best reward.
+    """Reward minus mean, divided by the standard deviation, of the group plus a virtual response with the best reward.
 
     So a group of n failures has a gradient, too: with reward 0, each has the advantage -1 / sqrt(n + 1).
 
@@ -110,7 +111,7 @@ class VirtualBest(GroupEstimator):
 
     kind = "virtual_best"
     best: float = rare(1.0)
-    """Reward of the answer that is added."""
+    """Reward of the virtual response that is added to the group."""
     eps: float = rare(bounded(1e-6, at_least=0))
     """Added to the standard deviation."""
 
@@ -146,7 +147,7 @@ def upper_half(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Regrouped(Advantage):
-    """Compares each row with the half of its group that has more, or less, of something, and with its own half.
+    """Compares each row with the other half of its group (split by a metric), and with its own half.
 
     A group with one scored row gets 0.
 
@@ -155,15 +156,16 @@ class Regrouped(Advantage):
 
     needs = frozenset({"samples"})
     metric: ClassVar[str]
-    """Name in the formula of what halves the group."""
+    """Name of the metric that splits the group, for the formula."""
     scaled: ClassVar[str]
-    """Half whose own reward alpha multiplies; in the other half it multiplies the other mean."""
+    """Half in which alpha multiplies the row's own reward; in the other half it multiplies the other half's mean."""
     inter: float = rare(bounded(1.0, at_least=0, at_most=1))
-    """Weight of the comparison with the other half; the rest compares inside the half (the paper's mu: 1 or 0.5)."""
+    """Weight of the comparison with the other half; the rest is the comparison within the half (the paper's mu: 1 or
+    0.5)."""
     alpha: float = rare(bounded(1.0, at_least=0))
-    """Factor that favours one half."""
+    """Factor that favours one half of the group; 1 treats both equally."""
     beta: float = rare(0.0)
-    """Bonus of the upper half, and penalty of the lower one."""
+    """Bonus for the upper half and penalty for the lower half."""
 
     def halved_by(self, rollouts: Rollouts) -> Tensor:
         """The metric (B,)."""
@@ -223,7 +225,7 @@ class RegroupedByLength(Regrouped):
 
 @dataclass(frozen=True)
 class BudgetTarget(Advantage):
-    """GRPO's advantage, and how far rows of the same budget of tokens earn less or more than that budget allows.
+    """GRPO's advantage, plus how far rows with the same token budget earn more than that budget's baseline.
 
     A row of budget b may earn 4 cos(pi b / length), what the reward `budget` pays for a right answer of b tokens.
 
@@ -233,9 +235,9 @@ class BudgetTarget(Advantage):
     kind = "budget_target"
     needs = frozenset({"samples", "budgets"})
     weight: float = rare(bounded(1.0, at_least=0))
-    """Factor of the second term (paper 1; the released code adds it twice)."""
+    """Coefficient of the second term (1 in the paper; the released code adds it twice)."""
     length: float = rare(bounded(8192.0, above=0))
-    """Tokens of half a period of the cosine."""
+    """Half period of the cosine in tokens."""
     eps: float = rare(bounded(1e-6, at_least=0))
     """Added to the standard deviation."""
 
@@ -291,7 +293,7 @@ def semantic_entropy(
 
 @dataclass(frozen=True)
 class ConsistencyBlend(StepClip):
-    """Clipped surrogates of a row's own advantage and of its group's among all groups, blended.
+    """Blend of two clipped surrogates: a row's own advantage, and its group's advantage among all groups.
 
     The own one counts where the answers of the group differ, the other one where they agree. So a group that agrees on
     one answer has a gradient, for or against that answer.
@@ -309,16 +311,17 @@ class ConsistencyBlend(StepClip):
     high: float = bounded(0.2, at_least=0)
     """The ratio is bounded above by 1 + high."""
     dual: float | None = rare(bounded(3.0, above=1))
-    """Bound c on the losses -A c where the advantage is negative; none switches it off."""
+    """Bound c on the losses -A c for negative advantages; null disables it."""
     steepness: float = rare(bounded(5.0, above=0))
-    """The paper's gamma, the code's k: factor of the entropy of the answers in the sigmoid."""
+    """Coefficient of the response entropy inside the sigmoid (gamma in the paper, k in the code)."""
     threshold: float = rare(bounded(1.0, at_least=0))
-    """The paper's rho, the code's b: entropy in bits of the answers of a group at which both count the same."""
+    """Entropy in bits of a group's responses at which both advantages have equal weight (rho in the paper, b in the
+    code)."""
     zeros: str = rare(choice("global", ("global", "blended")))
-    """Rows with reward 0 learn from the group's advantage alone ("global", the code's soft-with-zero), or as all others
-    ("blended", its only-soft)."""
+    """How rows with reward 0 learn: only from the group's advantage ("global", soft-with-zero in the code), or like all
+    others ("blended", only-soft in the code)."""
     consistent: bool = rare(False)
-    """Multiplies a group's mean reward by 1 - (1 - 1 / n) H / log2 n, which n different answers leave 1 / n of."""
+    """Multiply a group's mean reward by 1 - (1 - 1 / n) H / log2 n; if all n responses differ, the factor is 1 / n."""
     eps: float = rare(bounded(1e-6, at_least=0))
     """Added to the standard deviation over groups."""
 
@@ -372,7 +375,7 @@ def _first_rows(group: Tensor, valid: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class EntropyDamped(Advantage):
-    """Reward minus group mean, smaller where the answers of the group differ in meaning.
+    """Reward minus group mean, smaller if the responses of the group differ in meaning.
 
     Equal final answers mean the same; `recipe: semantic_entropy` asks a model which do.
 
@@ -382,12 +385,14 @@ class EntropyDamped(Advantage):
     kind = "entropy_damped"
     needs = frozenset({"samples", "answers"})
     alpha: float = rare(bounded(0.5, at_least=0, at_most=1))
-    """Effect of the entropy: with linear, the fraction of the advantage that a group of n different answers loses."""
+    """Strength of the damping: with linear, the fraction of the advantage lost by a group whose n responses all
+    differ."""
     function: str = rare(choice("linear", ("linear", "exponential")))
-    """Factor of an entropy H: 1 - alpha H / log n, or exp(-alpha H / log n)."""
+    """Damping factor for entropy H: 1 - alpha H / log n, or exp(-alpha H / log n)."""
     estimate: str = rare(choice("likelihood", ("likelihood", "monte_carlo", "counts")))
-    """Probability of a meaning: its share of the length-normalised "likelihood" of the group, in an entropy weighted by
-    it, or in a mean over meanings ("monte_carlo"); or its share of the rows ("counts")."""
+    """How to estimate the entropy over meanings. "likelihood": probabilities from the group's length-normalised
+    likelihoods, entropy weighted by them; "monte_carlo": the same probabilities, plain mean over meanings; "counts":
+    probabilities from the fraction of rows."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
@@ -412,7 +417,7 @@ class EntropyDamped(Advantage):
 
 @dataclass(frozen=True)
 class EarlyCode(Advantage):
-    """GRPO's advantage, and a bounded bonus of right answers that began to use code earlier than others of the group.
+    """GRPO's advantage, plus a bounded bonus for correct responses that use code earlier than others of the group.
 
     Source: ASPO in Understanding Tool-Integrated Reasoning, arXiv 2508.19201.
     """
@@ -420,11 +425,11 @@ class EarlyCode(Advantage):
     kind = "early_code"
     needs = frozenset({"samples", "code_starts"})
     delta: float = rare(bounded(-2.0, at_most=0))
-    """Bonus of a mean length of delay; negative, as early code earns more."""
+    """Change of the advantage per mean length of delay; negative because earlier code should earn more."""
     bound: float = rare(bounded(0.7, at_least=0))
-    """The paper's k: the bonus is at most this fraction of the advantage's size."""
+    """Maximum bonus as a fraction of the advantage's size (k in the paper)."""
     solved: float = rare(1.0)
-    """Smallest reward of a right answer."""
+    """Minimum reward of a correct response."""
     eps: float = rare(bounded(1e-6, at_least=0))
     """Added to the standard deviation."""
 
@@ -464,11 +469,11 @@ def extra(rollouts: Rollouts, name: str, kind: str) -> Tensor:
 
 STEPS = "steps"
 KEPT_ROWS = "kept_rows"
-"""Key of `Rollouts.extras` (B,): 1 for rows that `DownSampled` keeps; set where it has chosen rows."""
+"""Key of `Rollouts.extras` (B,): 1 for rows that `DownSampled` keeps; present if it has selected rows."""
 
 
 def max_variance_rows(values: list[float], number: int) -> list[int]:
-    """Indices of that many values whose variance is largest: some of the lowest and some of the highest.
+    """Indices of the `number` values with the largest variance: some of the lowest and some of the highest.
 
     Source: Xu et al., Not All Rollouts are Useful, arXiv 2504.13818, theorem 1.
     """
@@ -488,7 +493,7 @@ def max_variance_rows(values: list[float], number: int) -> list[int]:
 
 @dataclass(frozen=True)
 class DownSampled(Weight):
-    """Learns from the rows of each group whose rewards vary most, and in them from decisions of high |A| H.
+    """Learns from the rows of each group whose rewards vary most, and in these from decisions with high |A| H.
 
     H is the entropy before the update. The other rows and decisions leave the mask, so that all averages run over what
     is kept. Rows leave before the policy scores them, and pass it neither forward nor backward; of the kept rows, the
@@ -502,11 +507,11 @@ class DownSampled(Weight):
     kind = "down_sampled"
     needs = frozenset({"samples", "entropy_old"})
     rows: float = rare(bounded(0.5, above=0, at_most=1))
-    """Fraction of a group's rows that is kept at the start, at least 2 rows."""
+    """Initial fraction of a group's rows to keep (at least 2 rows)."""
     decisions: float = rare(bounded(0.2, above=0, at_most=1))
-    """Fraction of the decisions of these rows that is kept at the start."""
+    """Initial fraction of the kept rows' decisions to keep."""
     relax_steps: int = rare(bounded(0, at_least=0))
-    """Steps over which both shares grow linearly to 1; 0 keeps them."""
+    """Steps over which both fractions grow linearly to 1; 0 keeps them constant."""
 
     def state(self) -> Tally:
         """Steps so far."""

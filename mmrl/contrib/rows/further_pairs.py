@@ -1,4 +1,4 @@
-"""Further objectives that learn from pairs of a preferred and a rejected answer."""
+"""Further objectives that learn from pairs of a preferred and a rejected response."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class InpoPair(BetaPair):
     kind = "inpo"
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "logp_previous"})
     beta: float = rare(bounded(7.5e-3, above=0))
-    """The paper's eta: the margin is drawn to 1 / (2 beta)."""
+    """Regularisation (eta in the paper): the target margin is 1 / (2 beta)."""
     previous: float = rare(bounded(2 / 3, at_least=0, at_most=1))
     """Weight of the previous policy in the policy that the margin is measured from (1 - tau / eta)."""
 
@@ -40,13 +40,13 @@ class InpoPair(BetaPair):
 
 @dataclass(frozen=True)
 class XpoPair(BetaPair):
-    """DPO, and less likelihood for the opponent's answers, so that the policy explores (XPO, arXiv 2405.21046)."""
+    """DPO, plus lower likelihood for the opponent's responses, so the policy explores (XPO, arXiv 2405.21046)."""
 
     kind = "xpo"
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "own_answers"})
     opponent: ClassVar[str] = "reference"
     alpha: float = rare(bounded(1e-5, at_least=0))
-    """Weight of the log-probability of the opponent's answer."""
+    """Weight of the log-probability of the opponent's response."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         assert pairs.own_w is not None
@@ -59,7 +59,7 @@ class XpoPair(BetaPair):
 
 @dataclass(frozen=True)
 class NashPair(BetaPair):
-    """Policy gradient on the probability to win against an opponent, with a KL to the reference (arXiv 2312.00886).
+    """Policy gradient on the probability of winning against an opponent, with a KL to the reference (arXiv 2312.00886).
 
     Only the policy's own answer is learnt from. TRL's loss, `beta` the weight of the KL.
     """
@@ -68,7 +68,7 @@ class NashPair(BetaPair):
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores", "own_answers"})
     opponent: ClassVar[str] = "mixture"
     probability: str = rare(choice("sigmoid", ("sigmoid", "linear")))
-    """Probability to win of a difference of scores d: sigmoid(d) (TRL), or (1 + d) / 2, for scores that are shares."""
+    """Win probability for a score difference d: sigmoid(d) (TRL), or (1 + d) / 2 for scores that are fractions."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         assert pairs.own_w is not None
@@ -90,7 +90,7 @@ class NashPair(BetaPair):
 
 @dataclass(frozen=True)
 class AdvantagePair(PairLoss):
-    """Policy gradient of each side that has a positive advantage, its score in the data (A-LoL, arXiv 2305.14718).
+    """Policy gradient of each side with a positive advantage, which is its score in the data (A-LoL, arXiv 2305.14718).
 
     The weight is the ratio of the whole answer to the reference, within bounds and without a gradient.
     """
@@ -99,7 +99,7 @@ class AdvantagePair(PairLoss):
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores"})
     paired: ClassVar[bool] = False
     clip: float = rare(bounded(0.9, above=0, below=1))
-    """Distance of the ratio from 1 at which it is bounded."""
+    """Maximum distance of the ratio from 1."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         low, high = math.log1p(-self.clip), math.log1p(self.clip)
@@ -137,7 +137,7 @@ class ClippedRatioPair(PairLoss):
 
     kind = "clipped_ratio"
     clip: float = rare(bounded(0.2, above=0, below=1))
-    """Distance of the ratio from 1 at which its gradient stops."""
+    """Distance of the ratio from 1 beyond which it has no gradient."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         # bounds on the logarithms: the gradient of a clamped exp that overflows is 0 * inf
@@ -159,7 +159,7 @@ class RefuelPair(PairLoss):
     kind = "refuel"
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores"})
     eta: float = rare(bounded(1.0, above=0))
-    """Nats that a difference of 1 in the scores is worth; the public runs use 1000 with normalised rewards."""
+    """Nats per unit of score difference; the public runs use 1000 with normalised rewards."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         assert pairs.score_w is not None

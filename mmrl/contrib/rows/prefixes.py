@@ -1,4 +1,4 @@
-"""Objectives of recipes whose rows begin or end elsewhere than the answer: hints, references, prefixes, windows."""
+"""Objectives of recipes whose rows do not begin or end with the response: hints, references, prefixes, windows."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SegmentDifference(Advantage):
-    """Value at the end of a decision's segment minus that at its beginning, as the recipe has estimated them.
+    """Value at the end of a decision's segment minus the value at its beginning, as estimated by the recipe.
 
     Where no values are given a row is one segment, and the mean reward of its group is the value of its beginning.
 
@@ -34,8 +34,8 @@ class SegmentDifference(Advantage):
     reads_sum = True
     needs = frozenset({"samples"})
     std: bool = rare(False)
-    """Whether differences are divided by the standard deviation of the values of the segments that begin in the same
-    state (`adv_method: grpo` of the public code)."""
+    """Whether to divide differences by the standard deviation of the values of the segments that begin in the same
+    state (`adv_method: grpo` in the public code)."""
 
     @property
     def level(self) -> str:

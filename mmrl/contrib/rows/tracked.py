@@ -65,7 +65,7 @@ class TaskNumbers:
 
 
 def tasks_of(rollouts: Rollouts) -> tuple[list[int], Tensor]:
-    """Indices of the tasks in rollouts, rising, and the place (B,) int64 among them of each row's task."""
+    """Sorted indices of the tasks in rollouts, and for each row the position (B,) int64 of its task among them."""
     given = required(rollouts.extras.get(TASK), 'rollouts.extras["task"]', "the index of each row's task")
     tasks, place = torch.unique(given, return_inverse=True)
     return tasks.tolist(), place
@@ -73,7 +73,7 @@ def tasks_of(rollouts: Rollouts) -> tuple[list[int], Tensor]:
 
 @dataclass(frozen=True)
 class SmoothStandardised(Advantage):
-    """Rewards standardised by this step's rewards of the task and by all of them so far, the more careful mixture.
+    """Rewards standardised by the task's rewards of this step and by all so far, mixed; the smaller mixture is used.
 
     With k earlier visits of the task, whose rewards had the mean m and the standard deviation s, this step's mean m'
     and deviation s' move them to
@@ -140,7 +140,7 @@ def _z(reward: Tensor, mean: Tensor, std: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class DcpoClip(Clip):
-    """Clipped surrogate whose bounds are wider for decisions that were unlikely.
+    """Clipped surrogate with wider bounds for unlikely decisions.
 
     With q the old probability, |r - 1| r q is bounded, not |r - 1|: r ranges from (1 + sqrt(max(1 - 4 low / q, 0))) / 2
     to (1 + sqrt(1 + 4 high / q)) / 2, at most `cap`.
@@ -154,7 +154,7 @@ class DcpoClip(Clip):
     high: float = rare(bounded(0.2, at_least=0))
     """Bound on (r - 1) r q."""
     cap: float = rare(bounded(10.0, at_least=1))
-    """Largest upper bound of the ratio."""
+    """Maximum upper bound of the ratio."""
     dual: float | None = rare(bounded(10.0, above=1))
     """Bound c on the loss -A c where the advantage is negative; none switches it off."""
 
@@ -177,7 +177,7 @@ class DcpoClip(Clip):
 
 @dataclass(frozen=True)
 class TrackedValue(Advantage):
-    """Reward minus the success rate of the task so far, which a Beta distribution tracks; one sample a task will do.
+    """Reward minus the task's success rate so far, tracked by a Beta distribution; one sample per task is enough.
 
     With a and b the tracked successes and failures, r = (R - low) / (high - low) and v = a / (a + b) before the step,
 
@@ -188,13 +188,13 @@ class TrackedValue(Advantage):
 
     kind = "tracked_value"
     keep: float = rare(bounded(0.875, above=0, at_most=1))
-    """Factor of the tracked counts at each visit: 0.875 remembers about 8 samples."""
+    """Decay factor of the tracked counts at each visit; 0.875 remembers about 8 samples."""
     prior: float = rare(bounded(0.5, above=0))
-    """Successes, and failures, of a task that was not yet seen."""
+    """Prior number of successes, and of failures, for a task not seen yet."""
     low: float = rare(0.0)
-    """Smallest reward."""
+    """Minimum reward."""
     high: float = rare(1.0)
-    """Largest reward; the tracker clips larger ones to it."""
+    """Maximum reward; the tracker clips higher rewards to it."""
 
     def problems(self, where: str) -> Iterator[str]:
         yield from super().problems(where)
@@ -229,7 +229,7 @@ class TrackedValue(Advantage):
 
 
 class Quantiles:
-    """Quantiles of a number that is seen in every step.
+    """Running quantiles of a number observed in every step.
 
     Args:
         rate: how far they move in a step.
@@ -245,7 +245,7 @@ class Quantiles:
         return None if self.values is None else self.values[(self.levels - level).abs().argmin()]
 
     def note(self, seen: Tensor) -> None:
-        """Move towards the quantiles of numbers (n,); the first ones are taken over."""
+        """Move towards the quantiles of numbers (n,); the first ones are adopted as they are."""
         seen = seen.double().cpu()
         if self.values is None:
             self.values = torch.quantile(seen, self.levels)
@@ -268,7 +268,7 @@ CREDITS = ("share", "uniform", "deviation")
 
 @dataclass(frozen=True)
 class BundledRisk(Advantage):
-    """Advantage of a whole bundle of tasks, with more weight on scores below the usual.
+    """Advantage of a whole bundle of tasks, with more weight on scores that are lower than usual.
 
     Some tasks of a step form a bundle, and the k-th answers to each of them a paper with the score x, their sum. With
     the quantiles a and b of x at the levels low and high, tracked over steps,
@@ -284,18 +284,18 @@ class BundledRisk(Advantage):
     kind = "bundled_risk"
     needs = frozenset({"samples"})
     bundle: int = rare(bounded(5, at_least=1))
-    """Tasks of a bundle; the tasks of a step are cut into bundles of about that size."""
+    """Tasks per bundle; the tasks of a step are split into bundles of about this size."""
     low: float = rare(bounded(0.2, above=0, below=1))
     """Level of the lower quantile."""
     high: float = rare(bounded(0.8, above=0, below=1))
-    """Level of the upper quantile; better papers get no more."""
+    """Level of the upper quantile; bundles that score higher get no extra weight."""
     mix: float = rare(bounded(1.5, at_least=0))
     """Weight of the shortfall below the lower quantile."""
     natural: bool = rare(False)
-    """Whether a - b is added to the first term, so that no advantage is above 0."""
+    """Whether to add a - b to the first term, so that no advantage is above 0."""
     credit: str = rare(choice("share", CREDITS))
-    """An answer gets A times its share of the sum of R - mean_g R over the paper, "uniform" A itself, or A over the
-    standard "deviation" of its task."""
+    """How a response's advantage follows from the bundle's A. "share": A times its fraction of the sum of R - mean_g R
+    over the bundle; "uniform": A itself; "deviation": A divided by the standard deviation of its task."""
     rate: float = rare(bounded(0.1, above=0))
     """Step size of the tracked quantiles."""
 
@@ -305,7 +305,7 @@ class BundledRisk(Advantage):
             yield f"{where}.low {self.low:g} must lie below {where}.high {self.high:g}"
 
     def state(self) -> Quantiles:
-        """Quantiles of the scores of papers."""
+        """Quantiles of the scores of bundles."""
         return Quantiles(self.rate)
 
     def __call__(self, rollouts: Rollouts, state: Quantiles | None = None) -> Tensor:
@@ -383,14 +383,14 @@ class BundledRisk(Advantage):
 
 
 USUAL = "entropy_usual"
-"""Key of `Rollouts.extras` (B, T): mean entropy so far of the turn in which each decision was taken."""
+"""Key of `Rollouts.extras` (B, T): mean entropy so far of each decision's turn."""
 
 PENALTY = "entropy_penalty"
 """Key of `Rollouts.extras` (B,): weight of the penalty in this step, the same for all rows."""
 
 
 class TurnEntropies:
-    """Mean over steps of the mean entropy in each turn."""
+    """Mean over steps of the mean entropy of each turn."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -398,7 +398,7 @@ class TurnEntropies:
         self.count = torch.zeros(0, dtype=torch.float64)
 
     def note(self, entropy: Tensor, turn: Tensor) -> None:
-        """Add a step, whose decisions (n,) were taken in turns (n,)."""
+        """Add a step with decisions (n,) in turns (n,)."""
         turn, entropy = turn.cpu(), entropy.double().cpu()
         turns = max(len(self.total), int(turn.max()) + 1 if len(turn) else 0)
         number = group_sum(torch.ones_like(entropy), turn, turns)
@@ -409,7 +409,7 @@ class TurnEntropies:
         self.steps += 1
 
     def mean(self, turn: Tensor) -> Tensor:
-        """Mean entropy so far of turns (B, T) that were seen."""
+        """Mean entropy so far of known turns (B, T)."""
         return (self.total / self.count.clamp(min=1)).to(turn.device)[turn]
 
     def state_dict(self) -> dict[str, Any]:
@@ -436,7 +436,7 @@ def phase_weight(step: int, steps: int) -> float:
 
 @dataclass(frozen=True)
 class SmoothedEntropy(FullEntropy):
-    """Entropy of the whole action distribution, less a penalty where it leaves a band around its history.
+    """Entropy of the whole action distribution, minus a penalty when it leaves a band around its past average.
 
         H - scale w P,    P = relu(low h - H) + relu(H - high h)
 
@@ -456,11 +456,12 @@ class SmoothedEntropy(FullEntropy):
     scale: float = rare(bounded(1.0, at_least=0))
     """Weight of the penalty relative to the entropy."""
     penalty: str = rare(choice("hinge", ("hinge", "indicator")))
-    """hinge, by how far the entropy is out of the band, or indicator, `outside` wherever it is out, as in the code."""
+    """hinge: penalise by the distance outside the band; indicator: a constant penalty (`outside`), as in the released
+    code."""
     outside: float = rare(bounded(0.1, above=0))
     """Penalty of the indicator."""
     phase_steps: int | None = rare(bounded(None, at_least=2))
-    """Steps over which the weight of the penalty falls (the code: 150); None keeps it at 1."""
+    """Steps over which the weight of the penalty falls (150 in the code); null keeps it at 1."""
 
     def problems(self, where: str) -> Iterator[str]:
         yield from super().problems(where)
@@ -472,7 +473,7 @@ class SmoothedEntropy(FullEntropy):
         return TurnEntropies()
 
     def observe(self, rollouts: Rollouts, state: TurnEntropies) -> Rollouts:
-        """Take the entropies before the update into the history, and add what the loss compares with."""
+        """Add the entropies before the update to the history, and store the averages that the loss compares with."""
         entropy = required(rollouts.entropy, "rollouts.entropy", "entropy 'smoothed' remembers it")
         turn = torch.zeros_like(rollouts.mask, dtype=torch.int64) if rollouts.turn is None else rollouts.turn
         trained = rollouts.loss_mask > 0
@@ -507,7 +508,7 @@ class SmoothedEntropy(FullEntropy):
 
 @dataclass(frozen=True)
 class Uncertain(TaskOrder):
-    """Prefers tasks that succeed about half of the time, by the value v that the estimator tracks.
+    """Prefers tasks that succeed about half the time, by the value v that the estimator tracks.
 
     Source: SPO, arXiv 2509.13232; verl-project/verl-recipe spo/spo_ray_trainer.py prompt2weight, which draws from the
         prompts of one loaded batch.
@@ -561,7 +562,7 @@ class CategoryQ:
 
 @dataclass(frozen=True)
 class CategoryBandit(TaskOrder):
-    """Draws categories of tasks by a bandit, whose reward is how far the rewards of a group differ from their mean.
+    """Draws task categories with a bandit whose reward is the mean distance of a group's rewards from their mean.
 
     After a step, Q_c <- (1 - rate) Q_c + rate * mean |R - mean_g R| over the category's rows. A place of the next step
     gets the category c with probability softmax(Q / temperature)_c, and a task of it at random.
@@ -572,13 +573,13 @@ class CategoryBandit(TaskOrder):
     kind = "category_bandit"
     reads_sum = True
     field: str = "category"
-    """Field or column of a task that names its category; the tasks of robots have `task`."""
+    """Task field or data column with the category; robot tasks have `task`."""
     rate: float = rare(bounded(0.5, above=0, at_most=1))
-    """Weight of a step in Q."""
+    """Step size of Q."""
     temperature: float = rare(bounded(0.4, above=0))
-    """Temperature of the choice."""
+    """Temperature of the softmax over categories."""
     forgets: bool = rare(False)
-    """Whether the Q of a category that a step had no row of moves towards 0, as in the public code."""
+    """Whether the Q of a category without rows in a step decays towards 0, as in the public code."""
 
     def state(self, tasks: Sequence[Any] = ()) -> CategoryQ | None:
         """Q of each category; None without tasks."""
@@ -591,7 +592,7 @@ class CategoryBandit(TaskOrder):
         return said[self.field]
 
     def observe(self, rollouts: Rollouts, state: CategoryQ) -> Rollouts:
-        """Move Q by the rows of a step."""
+        """Update Q with the rows of a step."""
         tasks, place = tasks_of(rollouts)
         row, valid = state.of_task[tasks][place.cpu()], rollouts.scored.cpu()
         distance = group_center(rollouts.reward, rollouts.group, rollouts.scored).abs().double().cpu()
@@ -621,7 +622,7 @@ class CategoryBandit(TaskOrder):
 
 
 def fields_of(task: Any) -> dict[str, str]:
-    """Texts and numbers that a task says about itself, in its own fields and in the columns of its data row."""
+    """Texts and numbers of a task, from its own fields and the columns of its data row."""
     inner = getattr(task, "task", None)  # what an environment is reset with, or the question about a video
     found: dict[str, Any] = {}
     for part in (getattr(inner, "columns", inner), getattr(task, "columns", None), getattr(task, "__dict__", None)):

@@ -1,4 +1,4 @@
-"""The blocks that objectives are made of, a file for each kind, and the table of all of them.
+"""The blocks that objectives consist of, one file per kind, and a table of all blocks.
 
 A block needs no entry here: every class of these files that has a `kind` is found by it. Kinds that the library has
 not are looked for in contrib.
@@ -39,30 +39,30 @@ PARTS: dict[str, tuple[type[Block], ...]] = {
     "gate": (Gate, OffPolicyGate),
     "order": (TaskOrder,),
 }
-"""Field of an objective to the base classes of the blocks that it takes."""
+"""Field of an objective to the base classes of the blocks that it accepts."""
 PREFERENCE_PARTS: dict[str, tuple[type[Block], ...]] = {
     "loss": (PairLoss,),
     "score": (PairScore,),
     "likelihood": (ChosenLikelihood,),
 }
-"""Field of a preference objective to the base classes of the blocks that it takes."""
+"""Field of a preference objective to the base classes of the blocks that it accepts."""
 BLOCKS = {part: kinds(*bases) for part, bases in PARTS.items()}
 """Field of an objective to the library's kinds of block for it."""
 PREFERENCE_BLOCKS = {part: kinds(*bases) for part, bases in PREFERENCE_PARTS.items()}
 """Field of a preference objective to the library's kinds of block for it."""
 
 CONTRIB = "mmrl.contrib.rows"
-"""Package with the objectives and kinds of block that the library does not promise everything for."""
+"""Package with the objectives and kinds of block that have fewer guarantees than those of the library."""
 
 
 @functools.cache
 def contrib() -> Any:
-    """The package `CONTRIB`, imported when a name is not the library's."""
+    """The package `CONTRIB`, imported if the library does not know a name."""
     return importlib.import_module(CONTRIB)
 
 
 def all_kinds(part: str) -> dict[str, type[Block]]:
-    """The kinds of block that a field takes: those of the library, then those of contrib."""
+    """The kinds of block that a field accepts: those of the library, then those of contrib."""
     inside = f"{contrib().__name__}."
     found = kinds(*(PARTS | PREFERENCE_PARTS)[part])
     added = {kind: block for kind, block in found.items() if block.__module__.startswith(inside)}
@@ -70,6 +70,6 @@ def all_kinds(part: str) -> dict[str, type[Block]]:
 
 
 def kind_names(part: str) -> list[str]:
-    """Names of all kinds of a field, as messages list them: those of the library, then those of contrib."""
+    """Names of all kinds of a field, in the order used in messages: those of the library, then those of contrib."""
     own = (BLOCKS | PREFERENCE_BLOCKS)[part].keys()
     return [*sorted(own), *sorted(all_kinds(part).keys() - own)]

@@ -41,7 +41,7 @@ def group_count(group: Tensor, valid: Tensor) -> Tensor:
 
 
 def group_extremes(x: Tensor, group: Tensor, valid: Tensor, groups: int) -> tuple[Tensor, Tensor]:
-    """Smallest and largest valid value of each of `groups` groups; +inf and -inf for one without a valid row."""
+    """Minimum and maximum valid value of each of `groups` groups; +inf and -inf for groups without a valid row."""
     # infinities never win; a group without a valid row ends with low above high, which no caller takes for a
     # difference
     low, high = x.new_full((groups,), float("inf")), x.new_full((groups,), float("-inf"))
@@ -91,7 +91,7 @@ def group_std(reward: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> Te
 
 
 def masked_whiten(x: Tensor, mask: Tensor, eps_to: str = "variance") -> Tensor:
-    """Bring the masked values to mean 0 and (unbiased) variance 1, and everything else to 0.
+    """Normalise the masked values to mean 0 and (unbiased) variance 1, and set everything else to 0.
 
     Args:
         x: (B, T).
@@ -119,7 +119,7 @@ def whitening_factor(variance: Tensor, eps_to: str) -> Tensor:
 
 
 def whitening(samples: str, eps_to: str = "variance") -> str:
-    """Explain `whiten` of a formula, which has these samples and adds 1e-8 to their variance or deviation."""
+    """Explain `whiten` in a formula, given its samples and whether 1e-8 is added to their variance or deviation."""
     divisor = f"sqrt(var x + {WHITEN_EPS:g})" if eps_to == "variance" else f"(std x + {WHITEN_EPS:g})"
     name = "var" if eps_to == "variance" else "std"
     return f"whiten(x) = (x - mean x) / {divisor} over all trained {samples}, {name} with ddof 1"
@@ -199,7 +199,7 @@ def group_outcome_std(
     eps: float = 1e-6,
     valid: Tensor | None = None,
 ) -> Tensor:
-    """Centre and scale outcomes as if they were the only reward; rewards beyond them rank rows of equal outcome.
+    """Centre and scale outcomes as if they were the only reward; other rewards rank rows with equal outcomes.
 
         s_i = 1 where R_i >= solved, else 0
         A_i = (s_i - mean s + R_i - mean of R over rows with the outcome s_i) / (max(std s, floor) + eps)
@@ -235,7 +235,7 @@ def group_outcome_std(
 
 @dataclass(frozen=True)
 class Advantage(Block):
-    """Turns the rewards of everything a rollout step produced into advantages."""
+    """Turns the rewards of all rows of a rollout step into advantages."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """Advantages (B, T), 0 where nothing is trained, without gradient."""
@@ -253,7 +253,7 @@ class GroupEstimator(Advantage):
 
     needs = frozenset({"samples"})
     singleton: str = rare(choice("zero", SINGLETONS))
-    """A group with one scored row gets: "zero" advantage 0, "keep" its raw reward (verl)."""
+    """Advantage of a group with a single scored row: "zero" is 0, "keep" is its raw reward (verl)."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`."""
@@ -270,11 +270,11 @@ class GroupEstimator(Advantage):
         raise NotImplementedError
 
     def alone(self, reward: Tensor) -> Tensor:
-        """Advantages (B,) of rewards (B,) without others in their group, where these are kept."""
+        """Advantages (B,) of rewards (B,) that are alone in their group, if singletons are kept."""
         return reward
 
     def rule(self) -> str:
-        """The right-hand side of the formula."""
+        """Right-hand side of the formula."""
         raise NotImplementedError
 
     def formula(self) -> str:
@@ -296,7 +296,7 @@ class GroupMeanStd(GroupEstimator):
         return group_mean_std(reward, group, ddof=self.ddof, eps=self.eps, valid=valid)
 
     def alone(self, reward: Tensor) -> Tensor:
-        """See `GroupEstimator`; the standard deviation counts as 1."""
+        """See `GroupEstimator`; the standard deviation is taken as 1."""
         return reward / (1.0 + self.eps)
 
     def rule(self) -> str:
@@ -375,7 +375,7 @@ class GroupOutcomeStd(GroupEstimator):
 
     kind = "group_outcome_std"
     solved: float = rare(1.0)
-    """Smallest reward of a success; smaller ones are failures."""
+    """Minimum reward of a success; lower rewards are failures."""
     ddof: int = rare(choice(1, (0, 1)))
     """1 divides the variance by n - 1, 0 by n."""
     eps: float = rare(bounded(1e-6, at_least=0))
@@ -397,18 +397,19 @@ def _all_rows(reward: Tensor, valid: Tensor | None) -> Tensor:
 
 @dataclass(frozen=True)
 class AdvantageScaling(Block):
-    """Whitens, bounds and scales advantages, in this order."""
+    """Whitens, clips and scales advantages, in this order."""
 
     kind = "scaling"
     whiten: str = rare(choice("none", ("none", "decisions", "rows", "turns")))
-    """Bring the advantages of the rollout step to mean 0 and variance 1, where these count as one sample each: all
-    trained "decisions" (PPO in verl), "rows" or "turns" with the mean of their decisions; "none" leaves them."""
+    """Normalise the advantages of the rollout step to mean 0 and variance 1. Each of these is one sample: every trained
+    decision ("decisions", PPO in verl), or the mean over the decisions of a row ("rows") or a turn ("turns"). "none"
+    disables it."""
     clip: float | None = rare(bounded(None, above=0))
-    """Largest size of an advantage; larger ones are set to +-clip. None does not clip."""
+    """Maximum absolute value of an advantage; larger ones are set to +-clip. null disables it."""
     eps_to: str = rare(choice("variance", ("variance", "deviation")))
     """Whitening adds 1e-8 to the "variance", inside the root (verl), or to the standard "deviation" (VL-DAC)."""
     scale: float = rare(bounded(1.0, above=0))
-    """Factor, after clipping (AWM: 0.2 after a clip of 5, so that advantages stay within +-1)."""
+    """Factor applied after clipping (AWM: 0.2 after a clip of 5, so that advantages stay within +-1)."""
 
     def __call__(self, advantage: Tensor, rollouts: Rollouts) -> Tensor:
         """Scaled advantages (B, T), 0 where nothing is trained."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class LengthWeightedMean(GroupEstimator):
-    """Reward minus the group mean weighted by length, the baseline of least variance if gradients grow with length.
+    """Reward minus the length-weighted group mean, the minimum-variance baseline if gradients grow with length.
 
     Source: OPO, arXiv 2505.23585, eq. 8; volcengine/verl compute_opo_outcome_advantage.
     """
@@ -52,7 +52,7 @@ class LengthWeightedMean(GroupEstimator):
 
 @dataclass(frozen=True)
 class MeanNormalised(GroupEstimator):
-    """Reward minus group mean, over the group mean, for rewards from 0 up: rare successes weigh most.
+    """Reward minus group mean, divided by the group mean, for rewards >= 0: rare successes weigh most.
 
     Source: MaxRL, arXiv 2602.02710; NovaSky-AI/SkyRL compute_maxrl_advantage.
     """
@@ -75,7 +75,7 @@ class MeanNormalised(GroupEstimator):
 
 @dataclass(frozen=True)
 class BestOfGroup(GroupEstimator):
-    """The best row of a group gets its lead over the second best, all others 0: the gradient of the best of k.
+    """The best row of a group gets its lead over the second best, all others get 0: the gradient of best-of-k.
 
     Source: pass@k policy optimisation, arXiv 2503.19595; volcengine/verl compute_grpo_passk_outcome_advantage.
     """
@@ -105,7 +105,7 @@ class BestOfGroup(GroupEstimator):
 class GroupMeanLive(GroupEstimator):
     """Reward minus group mean, times all rows over the rows of groups whose rewards differ.
 
-    Groups of equal rewards have no gradient; the factor keeps the size of the update as if they had.
+    Groups with equal rewards have no gradient; the factor keeps the size of the update as if they had one.
 
     Source: GPG, arXiv 2504.02546, section 3.
     """
@@ -124,15 +124,15 @@ class GroupMeanLive(GroupEstimator):
 
 @dataclass(frozen=True)
 class OptimalToken(Advantage):
-    """Return minus the baseline of least variance at each place t of a group's rows.
+    """Return minus the minimum-variance baseline at each position t of a group's rows.
 
     With the squared norm of the gradient of a decision's log-probability with respect to the logits,
     s_t = 1 - 2 p_t + sum p^2, and W_t = s_1 + ... + s_t,
 
         A_t = G_t - sum_g W_t G_t / sum_g W_t,
 
-    where t counts trained decisions, so that tool output is passed over. Where the longest row of a group goes on
-    alone, it has no baseline.
+    where t counts trained decisions, so that tool output is skipped. Positions that only the longest row of a group
+    reaches have no baseline.
 
     Source: OTB, arXiv 2602.07078; volcengine/verl compute_multi_turn_optimal_token_baseline_advantage.
     """
@@ -144,7 +144,7 @@ class OptimalToken(Advantage):
         collision = required(
             rollouts.extras.get(COLLISION),
             f"rollouts.extras['{COLLISION}']",
-            "the policy scores it before the update",
+            "the policy must compute it before the update",
         )
         mask, group, (size, width) = rollouts.loss_mask, rollouts.group, rollouts.mask.shape
         returns = returns_to_go(decision_rewards(rollouts), mask, gamma=1.0)
@@ -173,14 +173,14 @@ class OptimalToken(Advantage):
 
 
 GREEDY_REWARD = "greedy_reward"
-"""Key of `Rollouts.extras`: (B,) reward of the greedy answer to each row's task."""
+"""Key of `Rollouts.extras`: (B,) reward of the greedy response to each row's task."""
 
 
 @dataclass(frozen=True)
 class GreedyBaseline(Advantage):
-    """Reward minus that of the greedy answer to the same task, which is sampled besides and not trained.
+    """Reward minus the reward of the greedy response to the same task, which is sampled but not trained on.
 
-    It works with one sample a task. Rows whose greedy answer could not be scored get 0.
+    It works with one sample per task. Rows whose greedy response could not be scored get 0.
 
     Source: ReMax, arXiv 2310.10505, section 4; volcengine/verl compute_remax_outcome_advantage.
     """
@@ -193,7 +193,7 @@ class GreedyBaseline(Advantage):
         greedy = required(
             rollouts.extras.get(GREEDY_REWARD),
             f"rollouts.extras['{GREEDY_REWARD}']",
-            "the recipe samples no greedy answer",
+            "the recipe does not sample a greedy response",
         )
         rows = torch.where(rollouts.scored & greedy.isfinite(), rollouts.reward - greedy, 0.0)
         return torch.where(rollouts.loss_mask > 0, rows.detach()[:, None], 0.0)

@@ -35,7 +35,8 @@ class Ratio(Block):
     level: ClassVar[str] = "row"
     """Scope of one ratio: "decision" or "row"."""
     row_gradient: ClassVar[bool] = False
-    """Whether the ratio of a row has the gradient of all its decisions, so that the advantage must be per row too."""
+    """Whether the ratio of a row carries the gradient of all its decisions, so that the advantage must be per row,
+    too."""
 
     @property
     def limited(self) -> bool:
@@ -64,11 +65,11 @@ class Ratio(Block):
         raise NotImplementedError
 
     def conflicts(self, advantage: Advantage) -> Iterator[str]:
-        """Yield why the ratio does not fit an estimator."""
+        """Yield reasons why the ratio is incompatible with an estimator."""
         if self.row_gradient and advantage.level != "row":
             yield (
-                f"ratio '{self.kind}' is one number a row, but advantage '{advantage.kind}' differs inside a row. "
-                "Use ratio 'token' or 'sequence'."
+                f"ratio '{self.kind}' is one number per row, but advantage '{advantage.kind}' varies within a "
+                "row. Use ratio 'token' or 'sequence'."
             )
 
 
@@ -130,7 +131,7 @@ class SequenceProductRatio(Ratio):
     kind = "sequence_product"
     row_gradient = True
     limit: float | None = rare(bounded(LOG_RATIO_LIMIT, above=0))
-    """Maximum magnitude of the sum; no gradient beyond it. none disables it, for losses that do not exponentiate."""
+    """Maximum magnitude of the sum; no gradient beyond it. null disables it, for losses that do not exponentiate."""
 
     @property
     def limited(self) -> bool:
@@ -190,7 +191,7 @@ def policy_loss(
     clip: Clip | None = None,
     ratio: Ratio | None = None,
 ) -> Loss:
-    """Policy loss of any clip rule on any ratio, without `Rollouts`.
+    """Policy loss for any clip rule and ratio, without `Rollouts`.
 
     Args:
         logp: (B, T) nats, under the policy being trained.
@@ -216,16 +217,16 @@ class Clip(Block):
     uses_ratio: ClassVar[bool] = True
     """False for losses on the log-probability only."""
     exponentiates: ClassVar[bool] = True
-    """Whether the loss uses the ratio and not only its logarithm, which must then be limited."""
+    """Whether the loss uses the ratio itself and not only its logarithm, which must then be limited."""
     compares_rows: ClassVar[bool] = False
     """Whether the loss of a row depends on the other rows of its group. The group must then be scored together, and has
     a gradient even if all its advantages are 0."""
     without_advantage: ClassVar[bool] = False
-    """Whether a row may have a gradient where its advantages are 0."""
+    """Whether a row may have a gradient even if its advantages are 0."""
 
     @property
     def reads_turns(self) -> bool:
-        """Whether it also takes the turn of each decision."""
+        """Whether it also needs the turn of each decision."""
         return False
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
@@ -233,11 +234,11 @@ class Clip(Block):
         raise NotImplementedError
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
-        """The same from rollouts and policy outputs; override it in rules that need more of them."""
+        """The same, from rollouts and policy outputs; override it in rules that need more than ratio and advantage."""
         return self(log_ratio, outputs.logp, advantage, *((rollouts.turn,) if self.reads_turns else ()))
 
     def conflicts(self, ratio: Ratio) -> Iterator[str]:
-        """Yield why the rule does not fit a ratio."""
+        """Yield reasons why the rule is incompatible with a ratio."""
         yield from ()
 
 
@@ -265,7 +266,7 @@ class StepClip(Clip):
 
 
 def clip_indicators(ratio: Tensor, low: float, high: float, signed: Tensor | None = None) -> dict[str, Tensor]:
-    """Masks (B, T) of the decisions at a bound; with advantages `signed`, only those without a gradient."""
+    """Masks (B, T) of the decisions at a bound; with `signed` advantages, only those without a gradient."""
     ratio = ratio.detach()
     below, above = ratio < 1.0 - low, ratio > 1.0 + high
     if signed is not None:
@@ -300,10 +301,10 @@ class PpoClip(BoundedClip):
 
     kind = "ppo_clip"
     dual: float | None = rare(bounded(None, above=1))
-    """Bounds the loss by -A c for negative advantages, with c > 1 (usually 3); none disables it."""
+    """Bounds the loss by -A c for negative advantages, with c > 1 (usually 3); null disables it."""
     ratio_limit: float | None = rare(bounded(None, above=1))
-    """If any ratio of a turn (of a row, without turns) is larger, the whole turn uses the clipped term -A clip(r),
-    which has no gradient for ratios out of bounds (VL-DAC: 10); none disables it."""
+    """If any ratio of a turn (or of a row, if there are no turns) exceeds it, the whole turn uses the clipped term -A
+    clip(r), which has no gradient for ratios out of bounds (VL-DAC: 10); null disables it."""
 
     @property
     def reads_turns(self) -> bool:
@@ -369,7 +370,7 @@ class Cispo(BoundedClip):
     The bounds are relative to 1 as in all other rules. TRL's `epsilon_high` for this loss is the bound itself: its 5.0
     is high = 4.0 here, and it has no lower bound, which is low = 1.0 here.
 
-    Gradient: through logp at every decision, also where the ratio is clipped; the ratio is detached.
+    Gradient: through logp at every decision, even if the ratio is clipped; the ratio is detached.
 
     Source: CISPO in MiniMax-M1, arXiv 2506.13585, eq. 4-5; volcengine/verl compute_policy_loss_cispo.
     """
@@ -424,7 +425,7 @@ class Unclipped(Clip):
 
 @dataclass(frozen=True)
 class DivergenceMask(Clip):
-    """Importance-weighted loss -A r, masked where the exact divergence D from the old policy is large and would grow.
+    """Importance-weighted loss -A r, masked if the exact divergence D from the old policy is large and would grow.
 
     Gradient: through the ratio of the decisions that are kept; D only selects.
 
@@ -438,7 +439,7 @@ class DivergenceMask(Clip):
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
         """See `Clip`; the divergence comes from the policy's outputs."""
-        moved = required(outputs.kl_old, "scores.kl_old", "clip 'divergence_mask' needs the policy to score it")
+        moved = required(outputs.kl_old, "scores.kl_old", "the policy must compute it for clip 'divergence_mask'")
         far, advantage, ratio = moved.detach() >= self.limit, advantage.detach(), log_ratio.exp()
         # only steps that move further away: one that leads back keeps its gradient at any distance
         above, below = far & (ratio > 1) & (advantage > 0), far & (ratio < 1) & (advantage < 0)
@@ -468,7 +469,7 @@ def group_deviations(x: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> 
 
 @dataclass(frozen=True)
 class GroupRegression(Clip):
-    """Squared distance between the advantage and the one that the policy's own log-ratio predicts.
+    """Squared distance between the advantage and the advantage predicted by the policy's log-ratio.
 
     With rho_i the log-ratio of row i, the KL-regularised optimum has R = lambda rho + lambda log Z. Standardising over
     the group removes lambda and Z: the loss of row i is (A_i - (rho_i - mean rho) / (std rho + eps))^2. Nothing is
@@ -488,8 +489,8 @@ class GroupRegression(Clip):
     ddof: int = rare(choice(1, (0, 1)))
     """1 divides the variance of the log-ratios by n - 1, 0 by n."""
     scale: float | None = rare(bounded(None, above=0))
-    """Lambda of the paper, in advantage units per nat: the prediction is scale (rho - mean rho), which gives the
-    log-ratios a target size; none standardises instead."""
+    """Lambda of the paper, in advantage units per nat: the prediction is scale (rho - mean rho), which sets a target
+    size for the log-ratios; null standardises instead."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`; all rows are one group."""

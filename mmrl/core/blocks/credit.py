@@ -26,7 +26,7 @@ TRUNCATIONS = {
 
 @dataclass(frozen=True)
 class WhitenedReturns(Advantage):
-    """Discounted sum of rewards to go, whitened over all trained decisions; groups are not looked at.
+    """Discounted sum of rewards to go, whitened over all trained decisions; groups are ignored.
 
     Source: REINFORCE++, arXiv 2501.03262; verl 0.9.1 compute_reinforce_plus_plus_outcome_advantage.
     """
@@ -35,8 +35,9 @@ class WhitenedReturns(Advantage):
     gamma: float = rare(bounded(1.0, at_least=0, at_most=1))
     """Discount per decision."""
     mask_carry: str = rare(choice("skip", ("skip", "reset")))
-    """Untrained decisions such as tool output: "skip" carries the return across them, as GAE and verl do; "reset" drops
-    it there, as verl did before, so that only the decisions after the last of them see the reward."""
+    """How returns pass untrained decisions such as tool output: "skip" carries the return across them, like GAE and
+    verl; "reset" drops it, like earlier versions of verl, so that only the decisions after the last untrained one see
+    the reward."""
 
     @property
     def level(self) -> str:
@@ -61,25 +62,25 @@ the segments that begin in the same state."""
 class CriticAdvantage(Advantage):
     """Generalised advantage estimation with a critic.
 
-    Rows that a time limit cut off are marked in `rollouts.extras["truncated"]` (B,); the critic's value of the state
-    that they were cut off in is in `rollouts.extras["bootstrap_value"]` (B,), 0 for rows that terminated and NaN where
-    it is not known.
+    Rows cut off by a time limit are marked in `rollouts.extras["truncated"]` (B,). The critic's value of the state in
+    which they were cut off is in `rollouts.extras["bootstrap_value"]` (B,), 0 for rows that terminated and NaN if
+    unknown.
 
     Source: "mask": ikostrikov/pytorch-a2c-ppo-acktr-gail a2c_ppo_acktr/storage.py, use_proper_time_limits;
         "repeat": T-PPO, arXiv 2506.15050.
     """
 
     gamma: float = rare(bounded(1.0, at_least=0, at_most=1))
-    """Discount per step: a decision, or a turn."""
+    """Discount per step (a decision or a turn)."""
     lam: float = rare(bounded(1.0, at_least=0, at_most=1))
-    """Weight of longer returns, lambda."""
+    """Lambda of GAE, the weight of longer returns."""
     truncation: str = rare(choice("bootstrap", TRUNCATIONS))
-    """Treatment of rows that a time limit cut off: "bootstrap" adds the critic's value of the state after the last
-    step, "mask" gives the last step the advantage 0 and the earlier ones the critic's value of that step, "terminate"
-    treats the limit as the end of the task, "repeat" keeps the value before the last step for what follows (EGAE)."""
+    """How to treat rows cut off by a time limit: "bootstrap" adds the critic's value of the state after the last step;
+    "mask" gives the last step an advantage of 0 and earlier steps the critic's value of that step; "terminate" treats
+    the limit as the end of the task; "repeat" uses the value before the last step for everything after it (EGAE)."""
 
     def numbers(self) -> str:
-        """Its constants, for the formula."""
+        """Constants shown in the formula."""
         return f"gamma {self.gamma:g}, lambda {self.lam:g}, {TRUNCATIONS[self.truncation]}"
 
     def cut_off(self, rollouts: Rollouts) -> dict[str, Tensor]:
@@ -140,8 +141,8 @@ class TurnGae(CriticAdvantage):
 def _values(rollouts: Rollouts) -> Tensor:
     if rollouts.values is None:
         raise ValueError(
-            "The estimators 'gae' and 'gae_turn' need rollouts.values (B, T), the critic's prediction before each "
-            "decision. Load the policy with a value head, or use a group estimator such as 'group_mean_std'."
+            "The estimators 'gae' and 'gae_turn' require rollouts.values (B, T), the critic's prediction before "
+            "each decision. Load the policy with a value head, or use a group estimator such as 'group_mean_std'."
         )
     # constant: the critic learns from its own loss, not through the advantage
     return rollouts.values.detach()
@@ -150,7 +151,7 @@ def _values(rollouts: Rollouts) -> Tensor:
 def value_loss(
     values: Tensor, values_old: Tensor, returns: Tensor, clip: float | None = None, *, halved: bool = True
 ) -> Tensor:
-    """Return the squared error of the value head, halved, optionally pessimistic about large moves.
+    """Return half the squared error of the value head, optionally pessimistic about large moves.
 
     max((V - R)^2, (V_old + clip(V - V_old, -c, c) - R)^2) / 2
 
@@ -185,13 +186,13 @@ class CriticLoss(Block):
 
 @dataclass(frozen=True)
 class ValueLoss(CriticLoss):
-    """Squared error of the critic on the returns, clipped if asked for; see `value_loss`."""
+    """Squared error of the critic on the returns, optionally clipped; see `value_loss`."""
 
     kind = "squared_error"
     coef: float = rare(bounded(0.1, above=0))
     """Weight."""
     clip: float | None = rare(bounded(None, above=0))
-    """Largest move of a value away from its old prediction that the loss rewards; None does not clip."""
+    """Value clipping range around the old prediction; null disables it."""
 
     halved: bool = rare(True)
     """Whether the squared error is divided by 2 (verl, OpenRLHF) or not (VL-DAC)."""
@@ -206,7 +207,7 @@ class ValueLoss(CriticLoss):
 
 @dataclass(frozen=True)
 class SeparateCritic(CriticLoss):
-    """No term in the loss: the recipe trains the critic apart from the policy, with its own optimiser."""
+    """No term in the loss: the recipe trains the critic separately from the policy, with its own optimiser."""
 
     kind = "separate"
     needs = frozenset({"separate_critic"})

@@ -22,7 +22,7 @@ VALUE_LIMIT = 10.0
 
 
 def k1(logp: Tensor, logp_ref: Tensor) -> Tensor:
-    """Estimate KL(policy || reference) at each decision taken by d = logp - logp_ref.
+    """Estimate KL(policy || reference) at each sampled decision by d = logp - logp_ref.
 
     Used as a loss it has the gradient of the score function, whose mean under the policy is zero: it belongs into the
     reward. `k2` and `k3` have the same arguments.
@@ -123,7 +123,7 @@ def generalized_jsd(logp: Tensor, logp_teacher: Tensor, beta: float) -> Tensor:
 
 
 def entropy_sampled(logp: Tensor) -> Tensor:
-    """Estimate the entropy at each decision by the negative log-probability (...) of the decision taken, in nats.
+    """Estimate the entropy at each decision by the negative log-probability (...) of the sampled decision, in nats.
 
     Gradient: -d logp, whose mean under the policy is zero: the term acts only off policy.
     """
@@ -157,33 +157,34 @@ def _straight_through(value: Tensor, gradient: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Divergence(Block):
-    """Divergence from the reference or the old policy, added to the loss or taken off the reward."""
+    """Divergence from the reference or the old policy, added to the loss or subtracted from the reward."""
 
     needs = frozenset({"logp_ref"})
     only_gradient: ClassVar[bool] = False
-    """Whether the block differs from another one in its gradient only, so that it has no place in a reward."""
+    """Whether the block differs from another block only in its gradient, so that it cannot be used in a reward."""
     coef: float = bounded(0.0, at_least=0)
-    """Weight; 0 needs no reference."""
+    """Weight of the divergence; 0 needs no reference."""
     to: str = rare(choice("reference", ("reference", "old")))
-    """Policy that is compared with: the "reference", or the "old" one that the update starts from, which needs no
-    reference and has no effect where a step takes a single optimiser step."""
+    """Policy to measure the divergence from: "reference", or "old" (the policy that the update starts from), which
+    needs no reference and has no effect with a single optimiser step per rollout step."""
     anneal: bool = rare(False)
-    """Whether the weight is coef / t with t = max(1 - k / K, 0.05) in step k of K (mirror descent), not constant."""
+    """Use the weight coef / t with t = max(1 - k / K, 0.05) in step k of K (mirror descent) instead of a constant
+    one."""
     in_reward: bool = rare(False)
-    """Whether the divergence is taken off the reward instead of being added to the loss."""
+    """Subtract the divergence from the reward instead of adding it to the loss."""
     aggregation: Aggregation | None = rare(None)
-    """Aggregation of the term; None uses that of the policy term."""
+    """Aggregation of the term; null uses the aggregation of the policy term."""
     importance: bool = rare(False)
-    """Whether to multiply it by the importance ratio, with the ratio's gradient: then the gradient of k3 is the
-    unbiased one of the reverse KL, on policy too (DeepSeek-V3.2, arXiv 2512.02556; TRL's use_bias_correction_kl, on by
-    default there)."""
+    """Multiply the term by the importance ratio, including the ratio's gradient. The gradient of k3 is then an unbiased
+    gradient of the reverse KL, also on policy (DeepSeek-V3.2, arXiv 2512.02556; use_bias_correction_kl of TRL, where it
+    is the default)."""
 
     def __call__(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
         """Divergence (B, T) in nats of the policy's current outputs, with gradient."""
         return self.estimate(outputs.logp, self.reference(rollouts))
 
     def estimate(self, logp: Tensor, logp_ref: Tensor) -> Tensor:
-        """Divergence (...) from log-probabilities (...) of the decisions taken."""
+        """Divergence (...) from log-probabilities (...) of the sampled decisions."""
         raise NotImplementedError
 
     def penalty(self, rollouts: Rollouts) -> Tensor:
@@ -197,12 +198,12 @@ class Divergence(Block):
         return self.needs if self.to == "reference" else self.needs - {"logp_ref"}
 
     def at(self, progress: float) -> Self:
-        """The block with its weight after a share of the run's steps."""
+        """The block with its weight after a fraction of the run's steps."""
         # at most 20 times the coefficient, at the end of the run
         return self.replace(coef=self.coef / max(1.0 - progress, 0.05)) if self.anneal else self
 
     def terms(self, factor: str = "") -> str:
-        """Weight and formula of the term in the loss, with a further factor of each decision."""
+        """Weight and formula of the term in the loss, with an additional factor per decision."""
         weight = f"{self.coef:g}{' / max(1 - k/K, 0.05)' if self.anneal else ''}"
         divergence = self.formula()
         if self.to == "old":
@@ -210,29 +211,29 @@ class Divergence(Block):
         return f"{weight} * mean {factor}{'r_it ' if self.importance else ''}{divergence}"
 
     def reference(self, rollouts: Rollouts) -> Tensor:
-        """Log-probabilities under the policy that is compared with; raises ValueError if there are none."""
+        """Log-probabilities under the policy to compare with; raises ValueError if they are missing."""
         if self.to == "old":
             # constant: the term pulls the policy to the reference, never the reverse
             return rollouts.logp_old.detach()
-        hint = f"kl '{self.kind}' compares with the reference policy; score it or set its coef to 0"
+        hint = f"kl '{self.kind}' needs log-probabilities of the reference policy; compute them or set its coef to 0"
         return required(rollouts.logp_ref, "rollouts.logp_ref", hint).detach()
 
     def problems(self, where: str) -> Iterator[str]:
         yield from super().problems(where)
         if self.in_reward and self.only_gradient:
-            yield f"{where} '{self.kind}' only changes a gradient and the reward has none. Use '{self.kind[:2]}'."
+            yield f"{where} '{self.kind}' only changes a gradient, and rewards have no gradient. Use '{self.kind[:2]}'."
         if self.in_reward and (self.to == "old" or self.anneal):
             option = f"{where}.to 'old'" if self.to == "old" else f"{where}.anneal"
-            yield f"{option} is for a term of the loss and has no place in the reward. Leave out {where}.in_reward."
+            yield f"{option} only applies to a term of the loss, not to the reward. Remove {where}.in_reward."
         if self.in_reward and self.aggregation is not None:
-            yield f"{where}.aggregation has no effect with {where}.in_reward. Set one of the two."
+            yield f"{where}.aggregation has no effect with {where}.in_reward. Set only one of them."
         if self.in_reward and self.importance:
-            yield f"{where}.importance has no effect with {where}.in_reward. Set one of the two."
+            yield f"{where}.importance has no effect with {where}.in_reward. Set only one of them."
 
 
 @dataclass(frozen=True)
 class K1(Divergence):
-    """Estimate d = logp - logp_ref of the decision taken; see `mmrl.core.blocks.divergence.k1`."""
+    """Estimate d = logp - logp_ref of the sampled decision; see `mmrl.core.blocks.divergence.k1`."""
 
     kind = "k1"
 
@@ -300,7 +301,7 @@ class K3StraightThrough(K3):
 
 @dataclass(frozen=True)
 class ExactKl(Divergence):
-    """The exact divergence over the whole action distribution, which the policy scores itself."""
+    """The exact divergence over the whole action distribution, computed by the policy."""
 
     kind = "full"
     needs = frozenset({"kl_ref"})
@@ -312,7 +313,7 @@ class ExactKl(Divergence):
     def __call__(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
         name = "kl_ref" if self.to == "reference" else "kl_old"
         # the policy has both distributions at hand, so the core only checks that it has compared them
-        return required(getattr(outputs, name), f"scores.{name}", "kl 'full' needs the policy to score it")
+        return required(getattr(outputs, name), f"scores.{name}", "the policy must compute it for kl 'full'")
 
     def formula(self) -> str:
         return "KL(policy || reference) over the whole distribution"
@@ -320,7 +321,7 @@ class ExactKl(Divergence):
     def problems(self, where: str) -> Iterator[str]:
         yield from super().problems(where)
         if self.in_reward:
-            yield f"{where} 'full' cannot go into the reward: it is scored during the update. Use 'k1'."
+            yield f"{where} 'full' cannot be used in the reward because it is computed during the update. Use 'k1'."
 
 
 @dataclass(frozen=True)
@@ -328,20 +329,20 @@ class Entropy(Block):
     """Entropy bonus."""
 
     coef: float = 0.0
-    """Weight; positive rewards entropy, negative punishes it."""
+    """Weight of the bonus; positive rewards entropy, negative penalises it."""
 
     def __call__(self, outputs: PolicyOutputs) -> Tensor:
         """Entropy (B, T) in nats, with gradient."""
         raise NotImplementedError
 
     def of_rollouts(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
-        """The bonus (B, T) of rollouts, with gradient; for blocks that read more than the policy's outputs."""
+        """The bonus (B, T) of rollouts, with gradient; for blocks that need more than the policy's outputs."""
         return self(outputs)
 
 
 @dataclass(frozen=True)
 class SampledEntropy(Entropy):
-    """-logp of the decision taken; see `entropy_sampled`."""
+    """-logp of the sampled decision; see `entropy_sampled`."""
 
     kind = "sampled"
 
@@ -354,13 +355,13 @@ class SampledEntropy(Entropy):
 
 @dataclass(frozen=True)
 class FullEntropy(Entropy):
-    """Entropy of the whole action distribution, which the policy scores."""
+    """Entropy of the whole action distribution, computed by the policy."""
 
     kind = "full"
     needs = frozenset({"entropy"})
 
     def __call__(self, outputs: PolicyOutputs) -> Tensor:
-        return required(outputs.entropy, "scores.entropy", "entropy 'full' needs the policy to score it")
+        return required(outputs.entropy, "scores.entropy", "the policy must compute it for entropy 'full'")
 
     def formula(self) -> str:
         return "H_it"
@@ -373,17 +374,17 @@ def row_weights(rollouts: Rollouts) -> Tensor:
 
 
 SHARE = "entropy_share"
-"""Key of `Rollouts.extras` (B,): this step's weight of the entropy as a share of the largest, the same for all rows."""
+"""Key of `Rollouts.extras` (B,): this step's entropy weight as a fraction of the maximum, the same for all rows."""
 
 
 class MovingWeight:
-    """A weight that moves with each step."""
+    """A weight that changes with each step."""
 
     def __init__(self, value: float) -> None:
         self.value = value
 
     def state_dict(self) -> dict[str, float]:
-        """Return what a checkpoint has to keep."""
+        """Return the state to store in a checkpoint."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
@@ -393,23 +394,23 @@ class MovingWeight:
 
 @dataclass(frozen=True)
 class TargetEntropy(FullEntropy):
-    """Entropy of the whole action distribution, rewarded where it is at most a target, with a weight c that moves.
+    """Entropy of the whole action distribution, rewarded while it is at most a target, with an adaptive weight c.
 
-    In a step that begins with the mean entropy e, the weight is c where e <= target, else 0; then c moves by `step`,
-    up where e < target, else down, and stays between 0 and `coef`.
+    In a step that begins with mean entropy e, the weight is c if e <= target, else 0. Then c changes by `step`, up if e
+    < target, else down, and stays between 0 and `coef`.
 
-    Source: Skywork-OR1, arXiv 2505.22312, section 3.2.3; huggingface/trl use_adaptive_entropy, which moves it with each
-        optimiser step and compares with the entropy of the one before.
+    Source: Skywork-OR1, arXiv 2505.22312, section 3.2.3; huggingface/trl use_adaptive_entropy, which changes it with
+    each optimiser step and compares with the entropy of the previous one.
     """
 
     kind = "target"
     needs = frozenset({"entropy", "entropy_old"})
     coef: float = rare(bounded(1.0, above=0))
-    """Largest weight."""
+    """Maximum weight."""
     target: float = rare(bounded(0.2, above=0))
-    """Wanted mean entropy in nats."""
+    """Target mean entropy in nats."""
     step: float = rare(bounded(0.005, above=0))
-    """Change of the weight after a step of the run."""
+    """Change of the weight per step of the run."""
     start: float = rare(bounded(0.0, at_least=0))
     """Weight at the start of the run."""
 
@@ -423,8 +424,10 @@ class TargetEntropy(FullEntropy):
         return MovingWeight(self.start)
 
     def observe(self, rollouts: Rollouts, state: MovingWeight) -> Rollouts:
-        """Note the weight of this step, and move it."""
-        entropy = required(rollouts.entropy, "rollouts.entropy", "entropy 'target' compares it with the target")
+        """Record the weight of this step and update it."""
+        entropy = required(
+            rollouts.entropy, "rollouts.entropy", "entropy 'target' compares the entropy with its target"
+        )
         trained, share = rollouts.loss_mask > 0, 0.0
         # a step without a trained decision leaves the weight as it is
         if bool(trained.any()):

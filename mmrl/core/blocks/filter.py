@@ -1,4 +1,4 @@
-"""Which tasks come next, and filters of groups without a gradient, which drop them or sample others in their place."""
+"""Task order, and filters that drop groups without a gradient or sample replacements for them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TaskOrder(Block):
-    """Chooses the tasks that come next."""
+    """Chooses the next tasks."""
 
     def state(self, tasks: Sequence[Any] = ()) -> Any:
         """See `Block.state`; the state may depend on the training tasks."""
@@ -42,13 +42,13 @@ class TaskOrder(Block):
         raise NotImplementedError
 
     def conflicts(self, advantage: Advantage) -> Iterator[str]:
-        """Yield why the order does not go with an estimator of advantages."""
+        """Yield reasons why the order is incompatible with an advantage estimator."""
         yield from ()
 
 
 @dataclass(frozen=True)
 class Epochs(TaskOrder):
-    """Each task once per epoch, reshuffled every epoch."""
+    """Every task once per epoch, reshuffled every epoch."""
 
     kind = "epochs"
 
@@ -110,13 +110,13 @@ class FilterCounts:
     seen: int = 0
     """Groups given to the filter."""
     kept: int = 0
-    """Groups that went on to the loss."""
+    """Groups passed on to the loss."""
     tries: int = 0
     """Rollout batches given to the filter."""
 
 
 def drop(rollouts: Rollouts, keep: Tensor) -> tuple[Rollouts, FilterCounts]:
-    """Remove groups; the denominators of the loss are then counted over what is left.
+    """Remove groups; the denominators of the loss are then counted over the remaining ones.
 
     Args:
         rollouts: The rows of whole groups.
@@ -138,9 +138,9 @@ class DynamicSamplingBuffer:
     """
 
     target_groups: int
-    """Groups that make a step."""
+    """Groups needed for a step."""
     max_tries: int = 20
-    """Rollout batches after which `add` gives up."""
+    """Maximum number of rollout batches before `add` gives up."""
     counts: FilterCounts = field(default_factory=FilterCounts)
     """Counts so far."""
     _parts: list[Rollouts] = field(default_factory=list)
@@ -157,17 +157,17 @@ class DynamicSamplingBuffer:
 
     @property
     def exhausted(self) -> bool:
-        """Whether the tries are used up before the step is full."""
+        """Whether all tries have been used before the step is full."""
         return not self.full and self.counts.tries >= self.max_tries
 
     def add(self, rollouts: Rollouts, keep: Tensor) -> None:
-        """Add the kept groups (N,) bool of one more rollout batch; more batches than `max_tries` are refused."""
+        """Add the kept groups (N,) bool of another rollout batch; raises an error after `max_tries` batches."""
         # an error of the caller, which has to ask `exhausted` first
         if self.counts.tries >= self.max_tries:
             raise ValueError(
-                f"{self.counts.tries} rollout batches gave {self.counts.kept} of {self.target_groups} groups "
-                f"with different rewards (max_tries {self.max_tries}). The tasks are too easy or too hard "
-                "for the policy: change the tasks, take more samples_per_task, or set filter to 'drop'."
+                f"{self.counts.tries} rollout batches gave {self.counts.kept} of {self.target_groups} groups with "
+                f"different rewards (max_tries {self.max_tries}). The tasks are too easy or too hard for the "
+                "policy: change the tasks, increase samples_per_task, or set filter to 'drop'."
             )
         kept, counts = drop(rollouts, keep)
         self.counts.seen += counts.seen
@@ -178,7 +178,7 @@ class DynamicSamplingBuffer:
             self._parts.append(kept)
 
     def take(self) -> Rollouts:
-        """Return the step's groups, the earliest ones first and not more than `target_groups`.
+        """Return the step's groups, at most `target_groups`, earliest first.
 
         Raises:
             ValueError: Nothing was kept.
@@ -218,12 +218,12 @@ class GroupFilter(Block):
 
     @property
     def reward_key(self) -> str:
-        """`reward`, or the reward term that is looked at."""
+        """`reward`, or the reward term that the filter uses."""
         return "reward"
 
     @property
     def tries(self) -> int:
-        """Most rollout batches of a step."""
+        """Maximum number of rollout batches per step."""
         return 1
 
 
@@ -250,9 +250,9 @@ class DropGroups(GroupFilter):
     key: str = rare("reward")
     """`reward`, or the name of a reward term."""
     low: float | None = rare(None)
-    """Keep groups whose mean of `key` is strictly larger; without bounds, keep groups with different rewards."""
+    """Keep groups whose mean of `key` is strictly above it; without bounds, keep groups whose rewards differ."""
     high: float | None = rare(None)
-    """Keep groups whose mean of `key` is strictly smaller."""
+    """Keep groups whose mean of `key` is strictly below it."""
 
     @property
     def reward_key(self) -> str:
@@ -276,12 +276,12 @@ class DropGroups(GroupFilter):
     def problems(self, where: str) -> Iterator[str]:
         yield from super().problems(where)
         if self.low is not None and self.high is not None and self.low >= self.high:
-            yield f"{where}.low {self.low} must lie below {where}.high {self.high}; no group could be kept."
+            yield f"{where}.low {self.low} must be below {where}.high {self.high}; otherwise no group can be kept."
 
 
 @dataclass(frozen=True)
 class ResampleGroups(DropGroups):
-    """Dynamic sampling: replaces the groups that `DropGroups` drops by sampling further tasks.
+    """Dynamic sampling: replaces the groups that `DropGroups` would drop by sampling more tasks.
 
     Source: DAPO, arXiv 2503.14476, eq. 11; bounds on the mean as in EasyR1 filter_low and filter_high.
     """
@@ -290,7 +290,7 @@ class ResampleGroups(DropGroups):
     resamples = True
     fate = "are replaced by sampling further tasks"
     max_tries: int = rare(bounded(20, at_least=1))
-    """Sampling rounds before the step continues with the groups it has (EasyR1: 20)."""
+    """Maximum number of sampling rounds before the step continues with the groups it has (EasyR1: 20)."""
 
     @property
     def tries(self) -> int:

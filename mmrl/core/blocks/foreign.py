@@ -1,4 +1,4 @@
-"""Clip rules and weights for what the policy did not sample: rows of teachers, and hints inside its own."""
+"""Clip rules and weights for text that the policy did not sample: rows of teachers, and hints inside its own."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 SOURCE = "source"
-"""Extra (B,) int64 of rollouts: 0 for samples of the policy, 1 for those behind a hint, 2 for answers of a teacher
-or of the data."""
+"""Extra (B,) int64 of rollouts: 0 for samples of the policy, 1 for samples after a hint, 2 for answers from a teacher
+or the data."""
 TEACHER = 2
 HINTED = "hinted"
 """Extra (B, T) of rollouts: 1 for decisions that were given as a hint, 0 for those of the policy."""
@@ -28,15 +28,15 @@ HINTED = "hinted"
 class OffPolicyShaping(BoundedClip):
     """Clipped surrogate for samples of the policy; -A p / (p + shape), without a ratio, for answers of a teacher.
 
-    p is the policy's own probability of the token: its gradient is largest where p is small, and fades where the token
-    is learned. Rows without a source are samples.
+    p is the policy's own probability of the token: the gradient is largest if p is small, and fades once the token is
+    learned. Rows without a source are samples.
 
     Source: LUFFY, arXiv 2504.14945; SII-Enigma/AMPO mix_core_alg.py, off_policy_reshape p_div_p_0.1.
     """
 
     kind = "off_policy_shaping"
     dual: float | None = rare(bounded(None, above=1))
-    """Bound c > 1 on the loss -A c of samples with a negative advantage; none switches it off."""
+    """Bound c > 1 on the loss -A c of samples with a negative advantage; null disables it."""
     shape: float = rare(bounded(0.1, above=0))
     """Probability at which the factor of a teacher's token is 1/2."""
 
@@ -64,9 +64,10 @@ class OffPolicyShaping(BoundedClip):
 
 @dataclass(frozen=True)
 class HintedEntropy(Weight):
-    """Learns from hinted decisions only where the policy is unsure: in each row, from those with the highest entropy.
+    """Learns from hinted decisions only if the policy is unsure: in each row, those with the highest entropy.
 
-    Own decisions weigh the same as hinted ones that are kept, and the loss is divided by the number of both.
+    The policy's own decisions have the same weight as the hinted ones that are kept, and the loss is divided by the
+    number of both.
 
     Source: IGPO (inpainting), arXiv 2509.10396; facebookresearch/igpo trainer_igpo.py, entropy_clipping_ratio_inpaint.
     """
@@ -75,12 +76,12 @@ class HintedEntropy(Weight):
     needs = frozenset({"entropy_old", "hints"})
     weighs_kl = True
     share: float = bounded(0.2, above=0, at_most=1)
-    """Share of a row's hinted decisions that is kept, at least one of them."""
+    """Fraction of a row's hinted decisions to keep (at least one)."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        entropy = required(rollouts.entropy, "rollouts.entropy", "weight 'hinted_entropy' selects by it")
+        entropy = required(rollouts.entropy, "rollouts.entropy", "weight 'hinted_entropy' selects decisions by it")
         found = rollouts.extras.get(HINTED)
-        hinted = required(found, f"rollouts.extras['{HINTED}']", "weight 'hinted_entropy' reads it") > 0
+        hinted = required(found, f"rollouts.extras['{HINTED}']", "weight 'hinted_entropy' needs it") > 0
         own, given = rollouts.loss_mask > 0, hinted & (rollouts.loss_mask > 0)
         most = (given.sum(1, keepdim=True).double() * self.share).long().clamp(min=1)
         rank = entropy.masked_fill(~given, float("-inf")).argsort(dim=1, descending=True, stable=True).argsort(dim=1)

@@ -1,4 +1,4 @@
-"""Weights and gates for decisions whose sampler is not exactly the policy that the update starts from.
+"""Weights and gates for decisions whose sampler differs slightly from the policy that the update starts from.
 
 An inference engine computes other log-probabilities than the trainer: its kernels, its precision or its weights are
 others. Below, d = logp_old - logp_rollout, and rho is exp(d) of a decision ("token"), exp(sum_t d) of its row
@@ -40,20 +40,20 @@ def mismatch_ratio(difference: Tensor, mask: Tensor, level: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Interval(Block):
-    """Two bounds of rho, of which one may be missing."""
+    """Two bounds of rho, one of which may be missing."""
 
     needs = frozenset({"logp_rollout"})
     low: float | None = bounded(None, at_least=0)
-    """Lower bound of rho; none for no bound."""
+    """Lower bound of rho; null disables it."""
     high: float | None = bounded(None, above=0)
-    """Upper bound of rho; none for no bound."""
+    """Upper bound of rho; null disables it."""
 
     def problems(self, where: str) -> Iterator[str]:
         yield from super().problems(where)
         if self.low is None and self.high is None:
-            yield f"{where}.low and {where}.high are both none, so that nothing would be bounded; set one"
+            yield f"{where}.low and {where}.high are both null, so nothing would be bounded; set at least one"
         elif self.low is not None and self.high is not None and self.low >= self.high:
-            yield f"{where}.low {self.low:g} must lie below {where}.high {self.high:g}"
+            yield f"{where}.low {self.low:g} must be below {where}.high {self.high:g}"
 
     def of_rollouts(self, difference: Tensor, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
         """The weights (B, T); for blocks that need more than d (B, T)."""
@@ -80,7 +80,7 @@ class Interval(Block):
 
 @dataclass(frozen=True)
 class Correction(Interval):
-    """Importance weight of each decision's policy loss, which makes up for the difference between the two policies."""
+    """Importance weight of each decision's policy loss that corrects for the difference between the two policies."""
 
     level: str = choice("token", tuple(EXPONENTS))
     """token: each decision has its own rho; sequence: the product over its row; geometric: the geometric mean over its
@@ -143,10 +143,10 @@ class Masked(Correction):
 
 @dataclass(frozen=True)
 class Gate(Interval):
-    """Leaves decisions out of the policy loss whose rho is out of bounds; those inside keep their weight.
+    """Excludes decisions with rho out of bounds from the policy loss; the others keep their weight.
 
-    With `trainer.old_logp: sampler`, where old and sampled log-probabilities are one, the updated policy takes the
-    place of the old one in rho.
+    With `trainer.old_logp: sampler`, old and sampled log-probabilities are the same, so rho uses the updated policy
+    instead of the old one.
     """
 
     level: ClassVar[str]
@@ -196,10 +196,10 @@ class GeometricGate(Gate):
 
 @dataclass(frozen=True)
 class OffPolicyGate(Block):
-    """Drops rows with a negative advantage that the policy has moved away from; rows to imitate stay.
+    """Drops rows with a negative advantage that the policy has moved away from; rows with a positive one stay.
 
-    The distance is the row's mean of logp_rollout - logp, an estimate of the divergence of the sampler from the policy
-    that is being updated; without log-probabilities of the sampler, the old policy takes its place.
+    The distance is the row's mean of logp_rollout - logp, an estimate of the divergence of the sampler from the updated
+    policy. Without log-probabilities of the sampler, those of the old policy are used.
 
     Source: off-policy sequence masking in DeepSeek-V3.2, arXiv 2512.02556, eq. 9; huggingface/trl
         off_policy_mask_threshold.
@@ -207,7 +207,7 @@ class OffPolicyGate(Block):
 
     kind = "off_policy"
     limit: float = bounded(0.5, above=0)
-    """Largest distance in nats per decision."""
+    """Maximum distance in nats per decision."""
 
     def of_rollouts(self, difference: Tensor, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
         """Weights (B, T), 1 or 0, from the policy's outputs and rollouts with advantages; d (B, T) is not used."""

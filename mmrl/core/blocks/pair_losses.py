@@ -1,4 +1,4 @@
-"""Further losses on pairs: other bounds on the sides' implicit rewards, and losses that need no reference.
+"""Additional losses on pairs: other bounds on the sides' implicit rewards, and losses that need no reference.
 
 With r = logp - logp_ref, the log-ratio of a side, and h = r_w - r_l, the margin of the pair.
 """
@@ -27,7 +27,7 @@ class ExoPair(BetaPair):
 
     kind = "exo"
     label_smoothing: float = rare(bounded(1e-3, above=0, below=0.5))
-    """Probability that the labels give to the rejected side; the reverse KL needs it to be positive."""
+    """Probability that the labels assign to the rejected side; must be positive for the reverse KL."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         x, wrong = self.beta * pairs.margin, self.label_smoothing
@@ -42,7 +42,7 @@ class ExoPair(BetaPair):
 
 @dataclass(frozen=True)
 class NcaPair(BetaPair):
-    """Contrast of each side with the reference, which keeps w likely (NCA, arXiv 2402.05369, for pairs)."""
+    """Contrasts each side with the reference, which keeps w likely (NCA, arXiv 2402.05369, for pairs)."""
 
     kind = "nca"
 
@@ -74,7 +74,7 @@ class BcoPair(BetaPair):
 class KtoPair(BetaPair):
     """Value of each side's implicit reward, which saturates on both sides of a baseline (KTO, arXiv 2402.01306, eq. 8).
 
-    The sides need not be answers to the same question.
+    The sides do not have to answer the same question.
     """
 
     kind = "kto"
@@ -98,7 +98,7 @@ class KtoPair(BetaPair):
 
 @dataclass(frozen=True)
 class AnchoredZeroPair(BetaPair):
-    """Raise w and lower l, each until it is far from the reference (APO-zero, arXiv 2408.06266, eq. 7).
+    """Raises w and lowers l, each until it is far from the reference (APO-zero, arXiv 2408.06266, eq. 7).
 
     For preferred answers that are better than the policy's own.
     """
@@ -114,7 +114,7 @@ class AnchoredZeroPair(BetaPair):
 
 @dataclass(frozen=True)
 class AnchoredDownPair(BetaPair):
-    """Lower w, and l by more (APO-down, arXiv 2408.06266, eq. 8).
+    """Lowers w, and l even more (APO-down, arXiv 2408.06266, eq. 8).
 
     For preferred answers that are worse than the policy's own.
     """
@@ -130,11 +130,11 @@ class AnchoredDownPair(BetaPair):
 
 @dataclass(frozen=True)
 class DiscopopPair(BetaPair):
-    """Logistic loss where the margin is negative, exponential where it is positive (DiscoPOP, arXiv 2406.08414)."""
+    """Logistic loss for negative margins, exponential loss for positive ones (DiscoPOP, arXiv 2406.08414)."""
 
     kind = "discopop"
     tau: float = rare(bounded(0.05, above=0))
-    """Width of the change from one to the other, in implicit reward."""
+    """Width of the transition between the two losses, in implicit reward."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         x = self.beta * pairs.margin
@@ -168,7 +168,7 @@ class ReferenceFreePair(BetaPair):
 class OddsRatioPair(BetaPair):
     """Logistic loss of the log odds ratio of the sides (ORPO, arXiv 2403.07691, eq. 7).
 
-    Log-probabilities are means, since the odds of a whole answer are its probability.
+    Log-probabilities are means because the odds of a whole answer are practically its probability.
     """
 
     kind = "odds_ratio"

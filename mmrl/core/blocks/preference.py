@@ -1,4 +1,4 @@
-"""Losses on pairs of a preferred and a rejected answer, and how an answer's decisions become one number.
+"""Losses on pairs of a preferred and a rejected answer, and reductions of an answer's decisions to one number.
 
 With h = (logp_w - logp_ref_w) - (logp_l - logp_ref_l), the margin of a pair (`Pairs.margin`), w the preferred side.
 """
@@ -22,16 +22,16 @@ CHOSEN = "chosen"
 """Key of `Rollouts.extras` (B,): 1 on the preferred row of a group, 0 on the rejected one."""
 
 SCORE = "pair_score"
-"""Key of `Rollouts.extras` (B,): the score that a judge or reward model gave the row, where a loss reads it."""
+"""Key of `Rollouts.extras` (B,): the score that a judge or reward model gave the row, for losses that use it."""
 
 OWN = "own_answer"
-"""Key of `Rollouts.extras` (B,): 1 where the policy wrote the answer, 0 where an opponent did."""
+"""Key of `Rollouts.extras` (B,): 1 if the policy wrote the answer, 0 if an opponent did."""
 
 PREVIOUS = "logp_previous"
-"""Key of `Rollouts.extras` (B, T): log-probabilities in nats under the policy of an iteration before."""
+"""Key of `Rollouts.extras` (B, T): log-probabilities in nats under the policy of the previous iteration."""
 
 BASELINE = "kl_baseline"
-"""Key of `Rollouts.extras` (B,): mean log-ratio of answers to questions that are not theirs, the same in every row."""
+"""Key of `Rollouts.extras` (B,): mean log-ratio of answers to mismatched questions, the same in every row."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Pairs:
     logp_l: Tensor
     """(M,)."""
     ref_w: Tensor | None = None
-    """(M,) the same under the reference; None for losses without one."""
+    """(M,) nats under the reference; None for losses without one."""
     ref_l: Tensor | None = None
     """(M,)."""
     score_w: Tensor | None = None
@@ -51,7 +51,7 @@ class Pairs:
     score_l: Tensor | None = None
     """(M,)."""
     previous_w: Tensor | None = None
-    """(M,) nats under the policy of an iteration before; None for losses without one."""
+    """(M,) nats under the policy of the previous iteration; None for losses without one."""
     previous_l: Tensor | None = None
     """(M,)."""
     own_w: Tensor | None = None
@@ -64,7 +64,7 @@ class Pairs:
     baseline: Tensor | None = None
     """(), mean log-ratio of mismatched answers; None for losses without one."""
     matched: bool = True
-    """Whether w and l with one index answer the same question."""
+    """Whether w and l with the same index answer the same question."""
 
     @property
     def log_ratio_w(self) -> Tensor:
@@ -79,7 +79,7 @@ class Pairs:
 
     @property
     def margin(self) -> Tensor:
-        """(M,) how much more the policy than the reference prefers w to l, in nats."""
+        """(M,) how much more the policy prefers w to l than the reference does, in nats."""
         return self.log_ratio_w - self.log_ratio_l
 
 
@@ -97,7 +97,7 @@ def pair_rows(rollouts: Rollouts) -> tuple[Tensor, Tensor]:
     """
     mark = rollouts.extras.get(CHOSEN)
     if mark is None:
-        raise ValueError(f"these rollouts hold no pairs: extras['{CHOSEN}'] (1 preferred, 0 rejected) is missing.")
+        raise ValueError(f"these rollouts contain no pairs: extras['{CHOSEN}'] (1 preferred, 0 rejected) is missing.")
     # every group number once on each side, or the two sides would not be of the same question
     wanted = torch.arange(rollouts.num_groups, device=rollouts.group.device)
     sides = []
@@ -155,7 +155,7 @@ class BetaPair(PairLoss):
     """Loss of beta times log-ratios."""
 
     beta: float = rare(bounded(0.1, above=0))
-    """Strength of the pull to the reference: an answer's implicit reward is beta times its log-ratio."""
+    """Strength of the pull towards the reference: an answer's implicit reward is beta times its log-ratio."""
 
     @property
     def reward_scale(self) -> float:
@@ -168,7 +168,7 @@ class SigmoidPair(BetaPair):
 
     kind = "sigmoid"
     label_smoothing: float = rare(bounded(0.0, at_least=0, below=0.5))
-    """Assumed share of pairs whose sides are swapped; above 0 is conservative DPO."""
+    """Assumed fraction of pairs with swapped sides; values above 0 are conservative DPO."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         # minus log-likelihood, with a share of the labels taken as swapped
@@ -184,11 +184,11 @@ class SigmoidPair(BetaPair):
 
 @dataclass(frozen=True)
 class RobustPair(BetaPair):
-    """Logistic loss that is unbiased where a known share of pairs is swapped (robust DPO, arXiv 2403.00409)."""
+    """Logistic loss that is unbiased if a known fraction of pairs is swapped (robust DPO, arXiv 2403.00409)."""
 
     kind = "robust"
     label_smoothing: float = rare(bounded(0.1, at_least=0, below=0.5))
-    """Known share of pairs whose sides are swapped."""
+    """Known fraction of pairs with swapped sides."""
 
     def __call__(self, pairs: Pairs) -> Tensor:
         x, swapped = self.beta * pairs.margin, self.label_smoothing
@@ -232,7 +232,7 @@ class IpoPair(BetaPair):
 
 @dataclass(frozen=True)
 class SppoPair(PairLoss):
-    """Each side's log-ratio is drawn to its win probability (SPPO, arXiv 2405.00675, eq. 4.7).
+    """Regresses each side's log-ratio on its win probability (SPPO, arXiv 2405.00675, eq. 4.7).
 
     The probability that w wins is the sigmoid of the difference of the two scores in the data.
     """
@@ -240,7 +240,7 @@ class SppoPair(PairLoss):
     kind = "sppo"
     needs: ClassVar[frozenset[str]] = frozenset({"logp_ref", "pair_scores"})
     beta: float = rare(bounded(1e-3, above=0))
-    """The paper's 1 / eta: the log-ratios are drawn to (P - 1/2) / beta."""
+    """The paper's 1 / eta: the target of the log-ratios is (P - 1/2) / beta."""
 
     def win_probability(self, pairs: Pairs) -> Tensor:
         """Probability (M,) that w wins."""
@@ -285,7 +285,7 @@ class SppoHardPair(SppoPair):
 
 @dataclass(frozen=True)
 class NoPairLoss(PairLoss):
-    """No loss on the pair, which leaves the likelihood of the preferred answers: supervised learning on them."""
+    """No loss on the pair; only the likelihood of the preferred answers remains (supervised learning)."""
 
     kind = "none"
     needs: ClassVar[frozenset[str]] = frozenset()
@@ -323,7 +323,7 @@ class SumScore(PairScore):
 
 @dataclass(frozen=True)
 class MeanScore(PairScore):
-    """Log-probability a decision, the mean over an answer (IPO as its authors and TRL compute it)."""
+    """Log-probability per decision, the mean over an answer (IPO as computed by its authors and TRL)."""
 
     kind = "mean"
 
@@ -349,13 +349,13 @@ class DecisionScore(PairScore):
 
 @dataclass(frozen=True)
 class ChosenLikelihood(Block):
-    """Negative log-likelihood of the preferred answers as a further term (RPO, arXiv 2405.16436)."""
+    """Negative log-likelihood of the preferred answers as an additional term (RPO, arXiv 2405.16436)."""
 
     kind = "nll"
     coef: float = bounded(0.0, at_least=0)
     """Weight of the term."""
     average: str = rare(choice("answers", ("answers", "decisions")))
-    """answers: mean over answers of each one's mean; decisions: mean over all decisions of the step (TRL)."""
+    """answers: mean over answers of the mean of each answer; decisions: mean over all decisions of the step (TRL)."""
 
     def formula(self) -> str:
         over = "preferred answers of each one's mean" if self.average == "answers" else "preferred decisions"

@@ -32,7 +32,7 @@ class Sapo(Clip):
 
     kind = "sapo"
     tau_pos: float = rare(bounded(1.0, above=0))
-    """Temperature where the advantage is positive; larger ones fade sooner."""
+    """Temperature for positive advantages; the gate fades sooner for larger values."""
     tau_neg: float = rare(bounded(1.05, above=0))
     """Temperature of all other decisions."""
 
@@ -49,24 +49,24 @@ class Sapo(Clip):
 
 @dataclass(frozen=True)
 class BinaryGate(Clip):
-    """Policy gradient with the detached ratio, 0 where the probability of the decision has moved too far.
+    """Policy gradient with the detached ratio, 0 if the probability of the decision has moved too far.
 
     The binary divergence compares the sampled decision with all others together, so that a rare token may multiply its
-    probability, and a likely one may not lose much of it.
+    probability, while a likely token may not lose much of it.
 
     Gradient: through logp of the decisions that are kept.
     """
 
     needs = frozenset({"probabilities"})
     low: float = rare(bounded(0.2, above=0))
-    """Largest divergence where the advantage is not positive and the probability falls."""
+    """Maximum divergence for decisions with a non-positive advantage whose probability decreases."""
     high: float = rare(bounded(0.2, above=0))
-    """Largest divergence where the advantage is positive and the probability rises."""
+    """Maximum divergence for decisions with a positive advantage whose probability increases."""
     limit: float | None = rare(bounded(20.0, at_least=1))
-    """Largest weight, so that one decision cannot rule an update; none for no limit."""
+    """Maximum weight, so that a single decision cannot dominate an update; null disables it."""
     squared: float = rare(bounded(0.0, at_least=0))
-    """Weight of (log r)^2, also where the gate is shut, which pulls back to the old policy (prime-rl: 1e-3, after
-    Kimi K2.5, arXiv 2602.02276)."""
+    """Weight of (log r)^2, which pulls back to the old policy even if the gate is closed (prime-rl: 1e-3, after Kimi
+    K2.5, arXiv 2602.02276)."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         advantage, now, moved = advantage.detach(), logp.detach(), log_ratio.detach()
@@ -140,16 +140,16 @@ class DppoKl(BinaryGate):
 
 @dataclass(frozen=True)
 class Gmpo(BoundedClip):
-    """Geometric mean over a row of its decisions' ratios, each of which is clipped in the log, on one side only.
+    """Geometric mean of the ratios of a row's decisions, each clipped in log space on one side only.
 
     Source: GMPO, arXiv 2507.20673; volcengine/verl compute_policy_loss_geo_mean, huggingface/trl GMPOTrainer.
     """
 
     kind = "gmpo"
     low: float = rare(bounded(0.4, at_least=0))
-    """The log-ratio is bounded below by -low where the advantage is negative."""
+    """The log-ratio is bounded below by -low if the advantage is negative."""
     high: float = rare(bounded(0.4, at_least=0))
-    """The log-ratio is bounded above by high where the advantage is positive."""
+    """The log-ratio is bounded above by high if the advantage is positive."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`; every decision of a row counts."""
@@ -182,22 +182,22 @@ class Gmpo(BoundedClip):
 
 @dataclass(frozen=True)
 class Vespo(Clip):
-    """Policy gradient with the detached weight w^k exp(lambda (1 - w)) of a row, w the ratio of the whole row.
+    """Policy gradient with the detached row weight w^k exp(lambda (1 - w)), where w is the ratio of the whole row.
 
-    The weight is 1 on policy and goes to 0 for rows that have become far more or far less likely.
+    The weight is 1 on policy and approaches 0 for rows that have become far more or far less likely.
 
     Source: VESPO, arXiv 2602.10693; huggingface/trl GRPOTrainer.get_gamma_weights.
     """
 
     kind = "vespo"
     k_pos: float = rare(bounded(2.0, at_least=0))
-    """Exponent of w where the advantage is not negative."""
+    """Exponent of w for non-negative advantages."""
     lambda_pos: float = rare(bounded(3.0, above=0))
-    """Decay in w where the advantage is not negative."""
+    """Decay in w for non-negative advantages."""
     k_neg: float = rare(bounded(3.0, at_least=0))
-    """Exponent of w where the advantage is negative."""
+    """Exponent of w for negative advantages."""
     lambda_neg: float = rare(bounded(2.0, above=0))
-    """Decay in w where the advantage is negative."""
+    """Decay in w for negative advantages."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         advantage = advantage.detach()
@@ -224,7 +224,7 @@ class Vespo(Clip):
 class Dro(Clip):
     """Direct reward optimisation: -A logp + beta/2 (log r)^2, a squared penalty instead of clipping.
 
-    Gradient: through logp in both terms, also far off policy.
+    Gradient: through logp in both terms, even far off policy.
 
     Source: DRO, arXiv 2405.19107, with the value replaced by a group baseline; volcengine/verl compute_policy_loss_dro.
     """
@@ -242,7 +242,7 @@ class Dro(Clip):
 
 
 def covariances(logp: Tensor, advantage: Tensor, mask: Tensor) -> Tensor:
-    """Share (B, T) of each decision in the covariance of log-probability and advantage; -inf where nothing is trained.
+    """Contribution (B, T) of each decision to the covariance of log-probability and advantage; -inf if not trained.
 
     Source: Cui et al., arXiv 2505.22617, eq. 10.
     """
@@ -264,7 +264,7 @@ def _first(order: Tensor, chosen: Tensor, number: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ClipCov(BoundedClip):
-    """Clipped surrogate without a few decisions, drawn at random from those whose covariance is in a band.
+    """Clipped surrogate without a few decisions, drawn at random from those with a covariance in a given range.
 
     Decisions with a high covariance of advantage and log-probability are those that lower the entropy. The means of
     the covariance and the number of draws are those of a micro-batch. The draw is a hash of the decision's
@@ -275,11 +275,11 @@ class ClipCov(BoundedClip):
 
     kind = "clip_cov"
     share: float = rare(bounded(2e-4, above=0, at_most=1))
-    """Share of the decisions that are left out, at least one."""
+    """Fraction of the decisions to exclude (at least one)."""
     cov_low: float = rare(bounded(1.0))
-    """Lower end of the band."""
+    """Lower end of the covariance range."""
     cov_high: float = rare(bounded(5.0))
-    """Upper end of the band."""
+    """Upper end of the covariance range."""
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         """See `Clip`; every decision counts."""
@@ -306,7 +306,7 @@ class ClipCov(BoundedClip):
     def problems(self, where: str) -> Iterator[str]:
         yield from super().problems(where)
         if self.cov_low >= self.cov_high:
-            yield f"{where}.cov_low {self.cov_low:g} must lie below {where}.cov_high {self.cov_high:g}"
+            yield f"{where}.cov_low {self.cov_low:g} must be below {where}.cov_high {self.cov_high:g}"
 
     def formula(self) -> str:
         return (
@@ -328,7 +328,7 @@ def hashed(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class KlCov(Clip):
-    """Importance-weighted loss -A r, with a penalty |log r| on the decisions of highest covariance.
+    """Importance-weighted loss -A r, with a penalty |log r| on the decisions with the highest covariance.
 
     The means of the covariance and the number of decisions are those of a micro-batch.
 
@@ -337,7 +337,7 @@ class KlCov(Clip):
 
     kind = "kl_cov"
     share: float = rare(bounded(2e-4, above=0, at_most=1))
-    """Share of the decisions with the penalty, at least one."""
+    """Fraction of the decisions to penalise (at least one)."""
     coef: float = rare(bounded(1.0, at_least=0))
     """Weight of the penalty."""
 
@@ -366,7 +366,7 @@ class KlCov(Clip):
 
 @dataclass(frozen=True)
 class StepRanking(Clip):
-    """Ranks the policy's Gaussian of a step against its mirror image in the old one, by where the step went.
+    """Ranks the policy's Gaussian for a step against its mirror image about the old policy, given the sampled step.
 
     With means m and m_old of the policy and of the policy before the update, both at one standard deviation s, the
     candidates are m_old +- beta (m - m_old), and E+ and E- their mean squared distances to the step over s^2. The loss
@@ -382,15 +382,15 @@ class StepRanking(Clip):
     kind = "step_ranking"
     needs = frozenset({"kl_old"})
     beta: float = rare(bounded(1.0, above=0))
-    """Distance of the candidates from the old mean, in moves of the policy."""
+    """Distance of the candidates from the old mean, relative to the move of the policy."""
     strength: float = rare(bounded(1.0, above=0))
-    """Slope of the ranking; the loss is logistic."""
+    """Slope of the logistic ranking loss."""
     limit: float = rare(bounded(0.5, above=0))
     """Advantage that counts as a full preference."""
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
         """See `Clip`; the divergence comes from the policy's outputs."""
-        moved = required(outputs.kl_old, "scores.kl_old", "clip 'step_ranking' needs the policy to score it")
+        moved = required(outputs.kl_old, "scores.kl_old", "the policy must compute it for clip 'step_ranking'")
         # beyond the limit an advantage counts as a full preference, so that an outlier cannot rule the step
         wish = (advantage.detach() / self.limit).clamp(-1, 1)
         # by 4 beta (log r + D) = E- - E+, so the means of the Gaussians are not needed

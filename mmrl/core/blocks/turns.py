@@ -35,14 +35,14 @@ class Weight(Block):
     """Factor of each decision's policy loss."""
 
     weighs_kl: ClassVar[bool] = False
-    """Whether it is also the factor of each decision's divergence in the loss."""
+    """Whether it also multiplies each decision's divergence in the loss."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """Weights (B, T), at least 0, of rollouts with advantages; no gradient, any value where nothing is trained."""
         raise NotImplementedError
 
     def thinned(self, rollouts: Rollouts, state: Any) -> Rollouts:
-        """Take rows that the update will not learn from out of the mask, before the policy scores any; none here.
+        """Mask out rows that the update does not learn from, before the policy scores them; none by default.
 
         Args:
             rollouts: Scored rows of whole groups, those of this process.
@@ -52,7 +52,7 @@ class Weight(Block):
 
 
 def quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
-    """Quantile q of x (B, T) where the mask (B, T) is 1, interpolated linearly; NaN if that is nowhere.
+    """Quantile q of x (B, T) where the mask (B, T) is 1, interpolated linearly; NaN if the mask is empty.
 
     Unlike `torch.quantile` it has no limit of 16 million numbers, and the host does not wait for a GPU.
     """
@@ -70,10 +70,10 @@ def quantile(x: Tensor, mask: Tensor, q: float) -> Tensor:
 
 @dataclass(frozen=True)
 class TopEntropy(Weight):
-    """Learns from the decisions with the highest entropy only: 1 for them, 0 for the others.
+    """Learns only from the decisions with the highest entropy: weight 1 for them, 0 for the others.
 
     The entropy is that of the policy that the update starts from, and the threshold is a quantile over the decisions of
-    the step. TRL takes the updated policy's, and the quantile of each micro-batch over all processes.
+    the step. TRL uses the entropy of the updated policy and the quantile of each micro-batch over all processes.
 
     Source: Wang et al., Beyond the 80/20 Rule, arXiv 2506.01939; huggingface/trl top_entropy_quantile.
     """
@@ -81,10 +81,10 @@ class TopEntropy(Weight):
     kind = "top_entropy"
     needs = frozenset({"entropy_old"})
     share: float = rare(bounded(0.2, above=0, at_most=1))
-    """Share of the decisions that are learnt from."""
+    """Fraction of decisions to train on."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        entropy = required(rollouts.entropy, "rollouts.entropy", "weight 'top_entropy' selects by it")
+        entropy = required(rollouts.entropy, "rollouts.entropy", "weight 'top_entropy' selects decisions by it")
         # ties at the threshold all stay, so slightly more than the share may be kept
         return (entropy >= quantile(entropy, rollouts.loss_mask, 1.0 - self.share)).to(entropy.dtype)
 
@@ -94,9 +94,9 @@ class TopEntropy(Weight):
 
 @dataclass(frozen=True)
 class Duration(Weight):
-    """Weighs a decision by the time that its action took, relative to the mean of the step.
+    """Weights a decision by the time its action took, relative to the mean of the step.
 
-    Asynchronous workers return fast actions more often, so that slow ones would be trained too little.
+    Asynchronous workers return fast actions more often, so slow actions would be trained too little.
 
     Source: Yang et al., RL for Machine Learning Engineering Agents, arXiv 2509.01684, section 4.1; the paper leaves the
         normaliser open.
@@ -117,7 +117,8 @@ class Duration(Weight):
 
 
 ANCHOR = "anchor"
-"""Key of `Rollouts.extras` (B, T) int64: the state in which a decision's turn began, the same number for equal ones."""
+"""Key of `Rollouts.extras` (B, T) int64: the state in which a decision's turn began; equal states have equal
+numbers."""
 
 GAIN = "information_gain"
 """Key of `Rollouts.extras` (B, T): what a turn added to the probability of the true answer, at its last decision."""
@@ -125,9 +126,9 @@ GAIN = "information_gain"
 
 @dataclass(frozen=True)
 class GroupInGroup(Advantage):
-    """Compares episodes of a group, and in it turns that began in the same state, `extras["anchor"]`.
+    """Compares the episodes of a group, and within it turns that began in the same state (`extras["anchor"]`).
 
-    A turn whose state no other turn of the group began in has the advantage of its episode alone.
+    A turn that began in a state of its own only has the advantage of its episode.
 
     Source: GiGPO, arXiv 2505.10978, eq. 3-8; langfengQ/DrMAS gigpo/core_gigpo.py.
     """
@@ -137,12 +138,12 @@ class GroupInGroup(Advantage):
     weight: float = rare(bounded(1.0, at_least=0))
     """Weight of the comparison of turns, omega."""
     gamma: float = rare(bounded(0.95, at_least=0, at_most=1))
-    """Discount per turn of the rewards that a turn is compared by."""
+    """Discount per turn of the rewards used to compare turns."""
     std: bool = rare(False)
-    """Whether both differences are divided by the standard deviation of the compared rewards."""
+    """Divide both differences by the standard deviation of the compared rewards."""
     episode_mean: str = rare(choice("turns", ("turns", "episodes")))
-    """Mean and deviation of episodes: over "turns", in which an episode counts as often as it has turns (as released),
-    or over "episodes" (as in the paper)."""
+    """What the mean and deviation of episodes are taken over: "turns", so that an episode counts once per turn (as in
+    the released code), or "episodes" (as in the paper)."""
 
     @property
     def level(self) -> str:
@@ -185,20 +186,20 @@ class GroupInGroup(Advantage):
 
 @dataclass(frozen=True)
 class InformationGain(Advantage):
-    """Advantages of turns by their rewards and their gains of information, `extras["information_gain"]`.
+    """Advantages of turns from their rewards and their information gains (`extras["information_gain"]`).
 
-    The recipe scores the true answer behind the conversation before each turn. A turn's gain is the probability after
-    it minus that before; the last turn of an episode has its reward alone.
+    Before each turn, the recipe computes the probability of the true answer as a continuation of the conversation. A
+    turn's gain is the change of this probability; the last turn of an episode only has its reward.
     """
 
     needs = frozenset({"samples", "turns", "information_gain"})
     entry: str = rare("answer")
-    """Entry of the task that is its true answer."""
+    """Name of the task entry that contains the true answer."""
     before: str = rare("")
     """Text between the conversation and the answer, as the agent would write it; it is not scored."""
     log: bool = rare(False)
-    """Whether a gain is the difference of mean log-probabilities of the answer's tokens (as in the scripts of the later
-    public code) and not of their exponentials."""
+    """Whether a gain is the difference of the mean log-probabilities of the answer's tokens (as in the scripts of the
+    later public code) instead of their exponentials."""
 
     def rewards(self, rollouts: Rollouts) -> Tensor:
         """Rewards and gains (B, T), each at the last decision of its turn."""
@@ -207,5 +208,5 @@ class InformationGain(Advantage):
 
 
 PARENT, SHARED = "parent", "shared"
-"""Keys of `Rollouts.extras` (B,) int64: how many rows before a row the one is that it branched from, 0 for none, and
-how many of its first decisions it has in common with that one."""
+"""Keys of `Rollouts.extras` (B,) int64: how many rows earlier the row is that this row branched from (0 for none), and
+how many first decisions the two rows share."""

@@ -33,7 +33,7 @@ def get(name: str) -> Objective:
     known = _names(CATALOGUE, contrib_objectives())
     if name in all_preferences():
         raise ValueError(
-            f"'{name}' learns from pairs of answers, not from rewards: it belongs to `recipe: preference` (images: "
+            f"'{name}' learns from pairs of answers, not from rewards: use it with `recipe: preference` (images: "
             f"diffusion_dpo). Objectives: {', '.join(known)}."
         )
     raise ValueError(unknown_name(name, known, "objective"))

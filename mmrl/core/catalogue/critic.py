@@ -1,4 +1,4 @@
-"""Objectives that give credit along a row: with a critic, or by returns whitened over the batch."""
+"""Objectives that assign credit along a row: with a critic, or by returns whitened over the batch."""
 
 from mmrl.core.blocks.advantage import AdvantageScaling
 from mmrl.core.blocks.clip import PpoClip

@@ -1,4 +1,4 @@
-"""Objectives of recipes whose rows begin elsewhere than with the question: answers of teachers, hints."""
+"""Objectives of recipes whose rows do not begin with the question: answers of teachers, hints."""
 
 from mmrl.core.blocks.advantage import GroupMean
 from mmrl.core.blocks.clip import PpoClip, SequenceFullRatio

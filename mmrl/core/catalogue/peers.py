@@ -1,4 +1,4 @@
-"""Objectives that TRL, verl, SkyRL and prime-rl offer besides the common ones."""
+"""Objectives that TRL, verl, SkyRL and prime-rl offer in addition to the common ones."""
 
 from mmrl.core.blocks.advantage import GroupMean, GroupMeanStd
 from mmrl.core.blocks.baselines import (

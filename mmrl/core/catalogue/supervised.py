@@ -1,4 +1,4 @@
-"""Objectives that learn from given answers."""
+"""Objectives that learn from reference answers."""
 
 from mmrl.core.blocks.advantage import GroupMeanStd
 from mmrl.core.blocks.clip import PolicyGradient

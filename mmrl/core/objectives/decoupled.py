@@ -1,4 +1,4 @@
-"""Advantages of several rewards, each compared by itself before they are added."""
+"""Advantages of several rewards, each compared separately before they are added."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ STD_EPS = 1e-4
 
 
 def check_decoupled(objective: Objective) -> None:
-    """Refuse blocks that only know the total reward; raises ValueError."""
+    """Raise ValueError for blocks that only use the total reward."""
     if remembering := objective.advantage.state() and objective.advantage.kind:
-        raise ValueError(f"advantage '{remembering}' remembers the summed reward only. Add the rewards up.")
+        raise ValueError(f"advantage '{remembering}' only remembers the summed reward. Add up the rewards.")
     if objective.kl_in_reward or objective.needs_values:
         raise ValueError(
-            f"The objective '{objective.name}' has {'a critic' if objective.needs_values else 'a KL in the reward'}, "
-            "which knows the summed reward only. Add the rewards up, or use a group estimator and a KL in the loss."
+            f"The objective '{objective.name}' has "
+            f"{'a critic' if objective.needs_values else 'a KL in the reward'}, which only uses the summed "
+            "reward. Add up the rewards, or use a group estimator and a KL in the loss."
         )
     for key, block in objective.blocks.items():
         if block.reads_sum:
             raise ValueError(
-                f"{key} '{block.kind}' reads the summed reward, but here each reward has its own advantages. Add the "
-                f"rewards up, or use another {key}."
+                f"{key} '{block.kind}' uses the summed reward, but here each reward has its own advantages. Add "
+                f"up the rewards, or use another {key}."
             )
 
 
@@ -67,7 +68,7 @@ def decoupled_advantages(
     """
     check_decoupled(objective)
     if "decision_reward" in rollouts.extras:
-        raise ValueError("The rewards of decisions are those of all terms together. Add the rewards up.")
+        raise ValueError("Rewards of single decisions are not split into terms. Add up the rewards.")
     estimator = objective.replace(scaling=AdvantageScaling(), weight=None)
     total = torch.zeros_like(rollouts.mask)
     for name, weight in weights.items():

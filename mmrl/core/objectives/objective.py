@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 def changed_blocks(current: Mapping[str, Any], changes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """The blocks that `Objective.override` exchanges, by field; see there."""
+    """The blocks that `Objective.override` replaces, by field."""
     parts: dict[str, Any] = {}
     for key, options in changes.items():
         if key not in BLOCKS:
@@ -57,7 +57,7 @@ def changed_blocks(current: Mapping[str, Any], changes: Mapping[str, Mapping[str
 
 
 def blocks_line(blocks: Mapping[str, Block]) -> str:
-    """The blocks in one line, for tables; parts that do nothing are left out."""
+    """The blocks in one line, for tables; parts without effect are omitted."""
     shown = [
         block.summary().replace("scaling ", "scaled ") if key == "scaling" else f"{SHOWN_AS[key]}{block.summary()}"
         for key, block in blocks.items()
@@ -73,14 +73,14 @@ def _with_aggregation(options: Mapping[str, Any], key: str) -> dict[str, Any]:
     if key == "kl" and given is not None and not isinstance(given, Aggregation):
         if not isinstance(given, str | Mapping):
             names = ", ".join(sorted(BLOCKS["aggregation"]))
-            raise ValueError(f"kl.aggregation is {given!r}; expected a name, or kind and options: {names}")
+            raise ValueError(f"kl.aggregation is {given!r}; expected a name, or kind and options; names: {names}")
         named = {"kind": given} if isinstance(given, str) else given
         made["aggregation"] = changed(None, named, "aggregation", "kl.aggregation")
     return made
 
 
 def changed(base: Block | None, changes: Mapping[str, Any], part: str, where: str = "") -> Block | None:
-    """Change numbers of a block, or exchange it for one of another kind; `where` is its key, by default the part's."""
+    """Change numbers of a block, or replace it by another kind; `where` is its key, by default the part's."""
     if not changes:
         return base
     options, where = dict(changes), where or part
@@ -92,8 +92,8 @@ def changed(base: Block | None, changes: Mapping[str, Any], part: str, where: st
         table = all_kinds(part)
     if kind is None:
         raise ValueError(
-            f"{where} is not part of this objective, so {where}.{next(iter(options))} would do nothing; to go without, "
-            f"set objective.{where}.kind=none; to add one, name its kind: {', '.join(kind_names(part))}"
+            f"{where} is not part of this objective, so {where}.{next(iter(options))} would do nothing; to "
+            f"disable it, set objective.{where}.kind=none; to add one, set its kind: {', '.join(kind_names(part))}"
         )
     if not isinstance(kind, str):
         raise ValueError(f"{where}.kind is {kind!r}; expected a name: {', '.join(kind_names(part))}")
@@ -111,11 +111,13 @@ def changed(base: Block | None, changes: Mapping[str, Any], part: str, where: st
 
 
 def weighted(block: Any, options: Mapping[str, Any], where: str) -> Any:
-    """The block, or None if its `coef` is set to 0; raises ValueError if nobody set `coef` and it is 0 by default."""
+    """The block, or None if its `coef` was set to 0; raises ValueError if `coef` was not set and is 0 by default."""
     if block is None or block.coef != 0:
         return block
     if "coef" not in options:
-        raise ValueError(f"{where} is '{block.kind}', whose coef is 0 unless you set it: it would do nothing")
+        raise ValueError(
+            f"{where} is '{block.kind}', whose coef is 0 by default, so it would have no effect; set its coef"
+        )
     return None
 
 
@@ -402,7 +404,7 @@ class Objective:
 
     @property
     def surveys(self) -> bool:
-        """Whether the loss depends on all decisions of an optimiser step; see `survey`."""
+        """Whether the loss depends on all decisions of an optimiser step together; see `survey`."""
         return isinstance(self.clip, StepClip) and self.clip.surveys
 
     def survey(self, outputs: PolicyOutputs, rollouts: Rollouts) -> Tensor:
@@ -433,7 +435,7 @@ class Objective:
 
     @property
     def fixed_length(self) -> int | None:
-        """Constant length of a `FixedLength` aggregation, None without one."""
+        """Constant length of a `FixedLength` aggregation; None if there is none."""
         return next((mode.length for mode in self._averages if isinstance(mode, FixedLength)), None)
 
     def with_fixed_length(self, length: int) -> Objective:
@@ -480,7 +482,7 @@ class Objective:
         return LossOutput(total, summed | metrics)
 
     def critic_loss(self, outputs: PolicyOutputs, rollouts: Rollouts, denominators: Denominators) -> LossOutput:
-        """The critic part of `loss`, to warm up the critic before the policy is trained.
+        """The critic part of `loss`, for warming up the critic before the policy is trained.
 
         Raises:
             ValueError: The objective has no critic.
@@ -631,12 +633,16 @@ class Objective:
         yield from self.clip.conflicts(self.ratio)
         if not self.ratio.limited and (self.clip.exponentiates or (self.kl is not None and self.kl.importance)):
             what = f"clip '{self.clip.kind}'" if self.clip.exponentiates else "kl.importance"
-            yield f"{what} needs the ratio itself, but ratio.limit is none. Set it, {LOG_RATIO_LIMIT:g} is usual."
+            yield (
+                f"{what} needs the ratio itself, but ratio.limit is null. Set it; a usual value is {LOG_RATIO_LIMIT:g}."
+            )
         for part in ("weight", "correction", "gate"):
             if self.compares_rows and part in self.blocks:
-                yield f"{part} weighs decisions, but clip '{self.clip.kind}' compares whole rows. Leave {part} out."
+                yield f"{part} weights decisions, but clip '{self.clip.kind}' compares whole rows. Remove {part}."
         if self.value is not None and not self.needs_values:
-            yield f"a value loss is set but advantage '{self.advantage.kind}' has no critic. Use 'gae' or no value."
+            yield (
+                f"a value loss is set but advantage '{self.advantage.kind}' has no critic. Use 'gae', or remove value."
+            )
         yield from self.order.conflicts(self.advantage)
         if self.value is None and self.needs_values:
             yield f"advantage '{self.advantage.kind}' needs a critic, but there is no value loss. Set value."

@@ -55,13 +55,13 @@ class PreferenceObjective:
     score: PairScore = field(default_factory=SumScore)
     """Score by which two answers are compared."""
     likelihood: ChosenLikelihood | None = None
-    """Likelihood of the preferred answers as a further term."""
+    """Likelihood of the preferred answers as an additional term."""
     claim: str = ""
-    """Promise of its paper, in one line."""
+    """Claim of its paper, in one line."""
     citation: str = ""
-    """Publication of the method."""
+    """Paper that the method is from."""
     verified: str = ""
-    """Outside program whose numbers the tests compare, such as "verl 0.9.1" or the authors' repository at a commit."""
+    """Reference implementation used in tests, such as "verl 0.9.1" or a commit of the authors' repository."""
     differs: str = ""
     """Differences from the paper and its code, in one line; empty if there are none."""
     # read by the training loop; pairs are given, so nothing is filtered, reordered or valued by a critic
@@ -74,17 +74,17 @@ class PreferenceObjective:
     regularised: ClassVar[bool] = True
     surveys: ClassVar[bool] = False
     compares_rows: ClassVar[bool] = True
-    """The two sides of a pair are scored together."""
+    """The two sides of a pair must be scored together."""
 
     @property
     def blocks(self) -> dict[str, Block]:
-        """The blocks by field, without those that are not there."""
+        """The blocks that are set, by field."""
         found = {key: getattr(self, key) for key in PREFERENCE_BLOCKS}
         return {key: block for key, block in found.items() if block is not None}
 
     @property
     def needs(self) -> frozenset[str]:
-        """Inputs required besides log-probabilities: "logp_ref", "pair_scores", "kl_baseline", "logp_previous", ..."""
+        """Required inputs: "logp_ref", "pair_scores", "kl_baseline", "logp_previous", ..."""
         return frozenset().union(*(block.needs for block in self.blocks.values()))
 
     @property
@@ -102,11 +102,11 @@ class PreferenceObjective:
         return ObjectiveState({})
 
     def replace(self, **changes: Any) -> PreferenceObjective:
-        """A copy with some blocks exchanged."""
+        """A copy with some blocks replaced."""
         return dataclasses.replace(self, **changes)
 
     def override(self, changes: Mapping[str, Mapping[str, Any]]) -> PreferenceObjective:
-        """Change numbers of blocks, or exchange blocks by `kind`.
+        """Change numbers of blocks, or replace blocks by `kind`.
 
         Args:
             changes: Field to new numbers, such as {"loss": {"beta": 0.3}, "likelihood": {"kind": "nll", "coef": 0.1}}.
@@ -129,7 +129,7 @@ class PreferenceObjective:
         return self.replace(**parts)
 
     def validate(self) -> None:
-        """Refuse numbers out of range and blocks that contradict each other.
+        """Reject numbers out of range and blocks that contradict each other.
 
         Raises:
             ValueError: The message names the options, what they may be and what to try.
@@ -234,17 +234,21 @@ class PreferenceObjective:
 
         found = dict(zip(("logp_w", "logp_l"), sides(scores), strict=True))
         if self.needs_reference:
-            reference = required(rollouts.logp_ref, "rollouts.logp_ref", "the reference scores the answers")
+            reference = required(rollouts.logp_ref, "rollouts.logp_ref", "log-probabilities of the reference")
             found |= dict(zip(("ref_w", "ref_l"), sides(self.score(reference, mask)[0]), strict=True))
         if self.needs_scores:
-            given = required(rollouts.extras.get(SCORE), f"rollouts.extras['{SCORE}']", "the data scores both answers")
+            given = required(
+                rollouts.extras.get(SCORE), f"rollouts.extras['{SCORE}']", "the data must score both answers"
+            )
             # one score a row, repeated over its decisions if each decision is a pair
             found |= dict(zip(("score_w", "score_l"), sides(given[:, None].expand_as(scores)), strict=True))
         if "logp_previous" in self.needs:
             given = required(rollouts.extras.get(PREVIOUS), f"rollouts.extras['{PREVIOUS}']", "the previous policy")
             found |= dict(zip(("previous_w", "previous_l"), sides(self.score(given, mask)[0]), strict=True))
         if "own_answers" in self.needs:
-            own = required(rollouts.extras.get(OWN), f"rollouts.extras['{OWN}']", "one answer of two is the policy's")
+            own = required(
+                rollouts.extras.get(OWN), f"rollouts.extras['{OWN}']", "one answer of each pair must be the policy's"
+            )
             found["own_w"] = sides(own[:, None].expand_as(scores))[0] > 0.5
             # the log-ratio is a constant factor: the product then has the gradient of the KL to the reference
             drift = self.score((logp - required(rollouts.logp_ref, "rollouts.logp_ref", "")).detach() * logp, mask)[0]

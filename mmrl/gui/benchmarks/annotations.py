@@ -19,12 +19,12 @@ Groups: TypeAlias = Mapping[str, tuple[str, ...]]
 
 
 class RowError(Exception):
-    """A row that does not have the benchmark's format; the message names the found and the expected value."""
+    """A row that does not have the benchmark's format; the message states the actual and the expected value."""
 
 
 @dataclass(frozen=True)
 class Annotation:
-    """A row as it was published; nothing is repaired or converted."""
+    """A row as published; nothing is repaired or converted."""
 
     id: str
     """Id of the sample: the row's own, or file and number."""
@@ -42,7 +42,7 @@ class Annotation:
     groups: Groups = field(default_factory=dict)
     """Values of the sample in each column that results are broken down by."""
     other_boxes: Sequence[Sequence[float]] = ()
-    """Boxes of own data that are as right as the target."""
+    """Other boxes (in custom data) that are as correct as the target."""
 
     @property
     def boxes(self) -> list[Sequence[float]]:
@@ -68,7 +68,7 @@ class RowContext:
 
 
 def make_target(annotation: Annotation, original_wh: Size) -> Target:
-    """The target of an annotation in pixels of the stored image."""
+    """The target of an annotation, in pixels of the stored image."""
     if isinstance(annotation.target, Refusal):
         return annotation.target
     relative = annotation.form is not None and annotation.form.is_relative
@@ -94,7 +94,7 @@ def read_screenspot(cells: Cells, context: RowContext) -> Annotation:
 
 
 def read_screenspot_parquet(cells: Cells, context: RowContext) -> Annotation:
-    """A row of the parquet mirrors, which hold the image and name the source instead of the platform.
+    """A row of the parquet mirrors, which contain the image, and the source instead of the platform.
 
     Source: EvolvingLMMs-Lab/lmms-eval lmms_eval/tasks/screenspot/utils_rec.py.
     """
@@ -178,7 +178,7 @@ def read_osworld_g(cells: Cells, context: RowContext) -> Annotation:
         if len(target) < 6 or len(target) % 2:
             raise RowError(f"box_coordinates has {len(target)} numbers; expected x, y of at least 3 corners")
     elif kind != "refusal":
-        raise RowError(f"box_type is {kind!r}; expected bbox, polygon, refusal")
+        raise RowError(f"box_type is {kind!r}; expected bbox, polygon or refusal")
     annotation = _annotation(
         cells,
         context,
@@ -253,7 +253,7 @@ def _in_name(file: Path, *words: str) -> str:
     """The one of some words that the name of a file contains."""
     found = [word for word in words if word in file.stem.lower()]
     if len(found) != 1:
-        raise RowError(f"the file's name {file.name} says neither {', '.join(words[:-1])} nor {words[-1]}")
+        raise RowError(f"the file name {file.name} contains neither {', '.join(words[:-1])} nor {words[-1]}")
     return found[0]
 
 
@@ -280,7 +280,7 @@ def _numbers(cells: Cells, name: str) -> tuple[float, ...]:
     for number in value:
         # bool is an int in Python
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise RowError(f"{name} holds {_short(number)}; expected finite numbers")
+            raise RowError(f"{name} contains {_short(number)}; expected finite numbers")
     return tuple(value)
 
 

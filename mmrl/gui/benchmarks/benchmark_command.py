@@ -11,7 +11,7 @@ LISTED = 50
 
 
 def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
-    """Check rows, images and box convention of a grounding benchmark or own data; exit code 2 if it cannot be used."""
+    """Check rows, images and box format of a grounding benchmark or your own data; exits with 2 if it is unusable."""
     from mmrl.gui.benchmarks.benchmark_copies import validate
 
     result = validate(str(args.path), args.benchmark, None if args.images is None else str(args.images))
@@ -43,14 +43,18 @@ def run(args: argparse.Namespace, say: Callable[[str], None]) -> int:
         if len(places) > LISTED:
             say(f"  ... and {len(places) - LISTED} more; --json lists all")
     if result.refusal and not result.malformed:
-        say(f"training refuses it: {result.refusal}")
+        say(f"training rejects it: {result.refusal}")
     say("usable as it is" if result.is_usable else "not usable as it is")
     return 0 if result.is_usable else 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
-    parser.add_argument("path", metavar="FILE", type=Path, help="annotation file, the folder of a copy, or own data")
-    parser.add_argument("--benchmark", metavar="NAME", help="such as screenspot_pro; default: recognised by the file")
-    parser.add_argument("--images", metavar="DIR", type=Path, help="folder of the images; default: the published one")
-    parser.add_argument("--json", action="store_true", help="print JSON, with every row that was found")
+    parser.add_argument(
+        "path", metavar="FILE", type=Path, help=("annotation file, folder of a benchmark copy, or your own data")
+    )
+    parser.add_argument(
+        "--benchmark", metavar="NAME", help=("benchmark name, such as screenspot_pro; default: detected from the file")
+    )
+    parser.add_argument("--images", metavar="DIR", type=Path, help="image folder; default: the published location")
+    parser.add_argument("--json", action="store_true", help="print JSON with all malformed and suspicious rows")

@@ -1,4 +1,4 @@
-"""A user's copy of a benchmark: its files, its samples (none dropped, none altered), and a check of its boxes."""
+"""A user's copy of a benchmark: its files, its samples (unaltered), and a check of its boxes."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from mmrl.hub.tables import read_rows
 
 LOGGER = logging.getLogger("mmrl")
 DEPTH = 3
-"""Folders above a single annotation file in which its images are looked for."""
+"""Parent folders of a single annotation file in which to look for its images."""
 Problem = tuple[str, str]
-"""Position of a row and its problem."""
+"""A row's location and its problem."""
 
 
 @dataclass
@@ -37,11 +37,11 @@ class BenchmarkConfig:
     path: str = MISSING
     """Folder of the copy, or one of its annotation files."""
     images: str | None = rare(None)
-    """Folder of the images; empty: the published one in the copy."""
+    """Folder of the images. Default: the published location in the copy."""
     language: str = rare(choice("en", ("en", "cn")))
     """Language of the instructions, en or cn; only ScreenSpot-Pro has both."""
     max_samples: int = rare(bounded(0, at_least=0))
-    """Only this many of the first samples, for a trial; 0 = all."""
+    """Use only the first N samples, for a trial; 0 = all."""
 
 
 @dataclass
@@ -77,12 +77,12 @@ class BenchmarkFiles:
     files: tuple[Path, ...]
     """Annotation files in the published order."""
     image_roots: tuple[Path, ...]
-    """Folders in which an image's path may start, the most likely first."""
+    """Folders that an image path may be relative to, most likely first."""
     companion: Mapping[str, tuple[str, ...]]
     """Columns of the benchmark's second file, by sample id."""
 
     def annotations(self, language: str = "en") -> Iterator[Annotation | Problem]:
-        """All rows of the copy in order."""
+        """All rows of the copy, in order."""
         for file in self.files:
             for number, row in enumerate(read_rows(str(file), "test", None), start=1):
                 context = RowContext(file, number, row.place, self.layout.form, language, self.companion)
@@ -93,7 +93,7 @@ class BenchmarkFiles:
 
 
 def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
-    """Read the samples of a copy; raises UserError where a file is missing or a row is malformed."""
+    """Read the samples of a copy; raises UserError if a file is missing or a row is malformed."""
     benchmark = find_benchmark(config.benchmark)
     copy = locate(benchmark, config.path, config.images)
     images = ImageFolder(copy.image_roots)
@@ -139,7 +139,7 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
 
 
 def validate(path: str, benchmark: str | None = None, images: str | None = None) -> Validation:
-    """Check a copy of a benchmark, one of its annotation files, or a file of own grounding data.
+    """Check a copy of a benchmark, one of its annotation files, or a file of custom grounding data.
 
     Args:
         path: annotation file, or folder of the copy.
@@ -162,7 +162,10 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
     if not copy.layout.images or any(root.is_dir() for root in copy.image_roots):
         folder = ImageFolder(copy.image_roots)
     else:
-        result.notes.append("no image folder was found: images are not checked, boxes only against the annotated sizes")
+        result.notes.append(
+            "no image folder was found, so images are not checked and boxes are only checked against the annotated "
+            "sizes"
+        )
     boxes: list[FormedBox] = []
     places: list[str] = []
     for row in copy.annotations():
@@ -192,7 +195,8 @@ def validate(path: str, benchmark: str | None = None, images: str | None = None)
     published = copy.benchmark.size
     if published is not None and published != result.rows:
         result.notes.append(
-            f"{result.rows} rows, {copy.benchmark.title} has {published}: its numbers are comparable only when whole"
+            f"{result.rows} rows, but {copy.benchmark.title} has {published}; results are only comparable on the "
+            "complete benchmark"
         )
     return result
 
@@ -215,13 +219,13 @@ def _validate_own(path: str, images: str | None) -> Validation:
     left_out = set() if written.refusal else {error.place for error in written.dropped}
     if left_out:
         reason = written.dropped[0].message
-        result.notes.append(f"training leaves out {len(written.dropped)} of {result.rows} rows: {reason}")
+        result.notes.append(f"training skips {len(written.dropped)} of {result.rows} rows: {reason}")
     bad = {error.place for error in written.bad}
     for task in (task for task in loaded.tasks if task.id not in bad):
         sample = sample_of(task)
         wrong = box_problem(_annotation(task.id, sample.target), sample.original_wh)
         if task.id in left_out:
-            wrong = f"training leaves it out; {wrong}" if wrong else "training leaves it out"
+            wrong = f"training skips it; {wrong}" if wrong else "training skips it"
         if wrong:
             result.suspicious.append((task.id, wrong))
     return result
@@ -249,7 +253,7 @@ def locate(benchmark: Benchmark, path: str, images: str | None = None) -> Benchm
                 f"{benchmark.title}: {place} does not exist; give the folder of your copy, or one annotation file"
             )
         expected = "; or ".join(", ".join(layout.files) for layout in benchmark.layouts)
-        raise UserError(f"{benchmark.title}: {place} holds none of its annotation files; expected {expected}")
+        raise UserError(f"{benchmark.title}: {place} contains none of its annotation files; expected {expected}")
     layout, files, roots = found
     folders = tuple(root / name for root in roots for name in layout.images)
     # the second file of a benchmark, in the first folder that has it
@@ -258,7 +262,7 @@ def locate(benchmark: Benchmark, path: str, images: str | None = None) -> Benchm
 
 
 class ImageFolder:
-    """The images of a copy, by the paths that its rows name."""
+    """The images of a copy, by the paths in its rows."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
         self.roots = tuple(roots)
@@ -266,7 +270,7 @@ class ImageFolder:
         self._sizes: dict[Path, Size] = {}
 
     def resolve(self, image: Any) -> Any:
-        """The file that a row names, or the image that it holds; raises RowError."""
+        """The image file that a row refers to, or the image that it contains; raises RowError."""
         if not isinstance(image, str):
             return image
         for root in self.roots:
@@ -276,7 +280,7 @@ class ImageFolder:
         raise RowError(f"there is no image {image} in {looked or 'any folder'}")
 
     def size(self, image: Any) -> Size:
-        """(width, height) of a resolved image, from its header alone where it is a file; raises RowError."""
+        """(width, height) of a resolved image, only from the header if it is a file; raises RowError."""
         if isinstance(image, Path) and image in self._sizes:
             return self._sizes[image]
         source = image.read() if hasattr(image, "read") else image
@@ -293,7 +297,7 @@ class ImageFolder:
 
 
 def box_problem(annotation: Annotation, size: Size) -> str | None:
-    """Reason why a target looks wrong in an image of a size (width, height); None if it does not."""
+    """Reason why a target looks wrong in an image of the given (width, height); None if it looks right."""
     if isinstance(annotation.target, Refusal):
         return None
     if annotation.form is None:
@@ -306,14 +310,14 @@ def box_problem(annotation: Annotation, size: Size) -> str | None:
         if not has_area(box, annotation.form):
             return f"the box {text} has no area"
         if not inside(box, annotation.form, size):
-            return f"the box {text} leaves the image of {size[0]} x {size[1]}"
+            return f"the box {text} extends outside the image of {size[0]} x {size[1]}"
     return None
 
 
 def _recognised(path: str) -> Benchmark:
     file = Path(path).expanduser()
     if file.is_dir():
-        raise UserError(f"{file} is a folder; say which benchmark it holds with --benchmark: {', '.join(BENCHMARKS)}")
+        raise UserError(f"{file} is a folder; specify the benchmark with --benchmark: {', '.join(BENCHMARKS)}")
     first = next((row.cells for row in read_rows(path, "test", None) if row.cells), {})
     return recognise(file, first)
 

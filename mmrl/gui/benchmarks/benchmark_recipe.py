@@ -54,14 +54,14 @@ LONGEST_TEXT = 200
 
 @dataclass(frozen=True)
 class Scored:
-    """The score of one answer."""
+    """The score of one response."""
 
     first: bool
     """Whether the first point is in the target, edges included: the usual accuracy."""
     any: bool
     """Whether any point is: InfiGUI-G1's exploration success."""
     wrong_format: bool
-    """Whether no point could be read; such an answer is wrong and stays in every denominator."""
+    """Whether no point could be read; such a response counts as incorrect and stays in every denominator."""
     points: tuple[Point, ...] = ()
     """Predicted points in pixels of the original image."""
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -82,18 +82,18 @@ class Share:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Low and high end."""
+        """Lower and upper end."""
         return wilson_interval(self.hits, self.n)
 
     def metrics(self, name: str) -> dict[str, float]:
-        """The fraction and the ends of its interval under a name."""
+        """The fraction and the ends of its interval, keyed by a name."""
         low, high = self.interval
         return {name: self.value, f"{name}/low": low, f"{name}/high": high}
 
 
 @dataclass(frozen=True)
 class TableRow:
-    """The samples with one value in each of some columns."""
+    """The samples that share one value in each of the given columns."""
 
     columns: tuple[str, ...]
     """Empty for all samples."""
@@ -102,7 +102,7 @@ class TableRow:
     any: Share
     wrong_format: Share
     answers: float
-    """Mean number of points over the answers that have any; NaN if none has."""
+    """Mean number of points over the responses that have any; NaN if none has."""
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ class Table:
         return self.rows[0]
 
     def cells(self, *columns: str) -> list[TableRow]:
-        """The rows of some columns."""
+        """The rows of the given columns."""
         return [row for row in self.rows if row.columns == columns]
 
 
 def score_answer(parsed: ParsedPoints, sample: GroundingSample, space: CoordinateSpace) -> Scored:
-    """Compare an answer with its target.
+    """Compare a response with its target.
 
     A point outside the image is a miss; nothing is clipped, which would reward answers at the border. A refusal, all
     coordinates negative, is right only where nothing is to be found.
@@ -145,7 +145,7 @@ def score_answer(parsed: ParsedPoints, sample: GroundingSample, space: Coordinat
 
 
 def tabulate(benchmark: Benchmark, scored: Sequence[Scored]) -> Table:
-    """Results of a benchmark by the columns of its tables."""
+    """Results of a benchmark, by the columns of its tables."""
     keys: list[tuple[str, ...]] = [(), *((column,) for column in benchmark.columns), *benchmark.crosses]
     keys += [(column,) for column in benchmark.details]
     # published averages give each cell the same weight
@@ -154,7 +154,7 @@ def tabulate(benchmark: Benchmark, scored: Sequence[Scored]) -> Table:
 
 
 def mean_of_shares(shares: Sequence[Share]) -> tuple[float, float, float]:
-    """Plain mean of independent shares with its 95% interval, from the shares' own intervals.
+    """Plain mean of independent fractions with its 95% interval, from the fractions' own intervals.
 
     Source: Zou and Donner 2008, "Construction of confidence limits about effect measures" (MOVER).
     """
@@ -183,7 +183,7 @@ def metrics_of(benchmark: Benchmark, table: Table) -> dict[str, float]:
 
 
 def write_results(folder: Path, split: str, benchmark: Benchmark, table: Table, setting: Mapping[str, Any]) -> Path:
-    """Write `<split>.json` and `<split>.md` with everything that the numbers depend on, the `setting`."""
+    """Write `<split>.json` and `<split>.md`, including `setting`: everything that the numbers depend on."""
     macro = None
     if table.macro is not None:
         macro = {"over": list(benchmark.macro), **dict(zip(("mean", "low", "high"), table.macro, strict=True))}
@@ -222,7 +222,7 @@ def results_markdown(benchmark: Benchmark, table: Table, setting: Mapping[str, A
         lines += ["", "Setting:", ""]
     for name, value in setting.items():
         text = " ".join(str(value).split())
-        cut = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}... (whole in the JSON)"
+        cut = text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}... (complete in the JSON)"
         lines.append(f"- {name}: {cut}")
     return "\n".join(lines) + "\n"
 
@@ -286,21 +286,21 @@ VISUAL_TOKENS = 5600
 NEW_TOKENS = 1024
 ENOUGH_POINTS = 20
 MUCH_OUTSIDE = 0.3
-"""Fraction of first points outside their screens above which a warning is logged."""
+"""A warning is logged if the fraction of first points outside their screens exceeds this."""
 
 
 @dataclass
 class GroundingEvaluationOptions:
-    """Batching, parsing and display of answers."""
+    """Batching, parsing and display of responses."""
 
     batch_tasks: int = rare(bounded(8, at_least=1))
-    """Screens answered together."""
+    """Number of screens per batch."""
     parser: str = rare(choice("robust", tuple(PARSERS), or_function=True))
-    """Parser of points: robust takes every format of `mmrl.gui.grounding.answers`, reference only InfiGUI-G1's."""
+    """Parser for points: robust accepts every format in `mmrl.gui.grounding.answers`, reference only InfiGUI-G1's."""
     records: int = rare(bounded(24, at_least=0))
-    """Samples shown in the report, the first ones."""
+    """Number of samples shown in the report (the first ones)."""
     images: int = rare(bounded(8, at_least=0))
-    """First hits and first misses written as PNG files, that many of each."""
+    """Number of hits and of misses to write as PNG files (the first ones)."""
 
 
 @dataclass
@@ -310,38 +310,38 @@ class BenchmarkCompute:
     mixed_precision: str = choice("none", PRECISIONS)
     """Autocast: none or bf16."""
     threads: int = bounded(0, at_least=0)
-    """CPU threads of torch; 0 = leave as it is."""
+    """CPU threads for torch; 0 leaves the number unchanged."""
 
 
 @dataclass
 class GreedyConfig:
-    """Greedy decoding of answers."""
+    """Greedy decoding of responses."""
 
     max_new_tokens: int = bounded(NEW_TOKENS, at_least=1)
     """Maximum response length in tokens."""
     stop: list[str] = rare(field(default_factory=list))
-    """An answer ends with the token that completes one of these strings."""
+    """Stop strings: a response ends with the token that completes one of them."""
 
 
 @dataclass
 class GroundingEvaluationConfig:
-    """A model, how it is asked, and the benchmarks."""
+    """A model, its prompt, and the benchmarks."""
 
     recipe: str = ""
     """Name of the recipe: grounding_eval."""
     output_dir: str = "runs/grounding-eval"
-    """Folder of answers, tables and images; existing answers are not computed again."""
+    """Folder for responses, tables and images; existing responses are reused."""
     seed: int = 0
-    """Seed of any random numbers in a model's code; answers are greedy."""
+    """Seed for any random numbers in a model's code; decoding is greedy."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """Model; `path` may also be a run's folder. `min_pixels` and `max_pixels` bound the resized screen; empty: 4 and
+    """Model; `path` may also be a run folder. `min_pixels` and `max_pixels` bound the resized screen. Default: 4 and
     16384 tokens."""
     visual_tokens: int = rare(bounded(VISUAL_TOKENS, at_least=0))
-    """Larger screens are first scaled to this many visual tokens, as in InfiGUI-G1's evaluation; 0 = not."""
+    """Larger screens are first scaled to this many visual tokens, as in InfiGUI-G1's evaluation; 0 disables it."""
     prompt: BenchmarkPrompt = field(default_factory=BenchmarkPrompt)
-    """Prompt of the model."""
+    """Prompt for the model."""
     eval_data: dict[str, BenchmarkConfig] = field(default_factory=dict)
-    """Benchmarks by a name of your choice."""
+    """Benchmarks, each under a name of your choice."""
     sampler: GreedyConfig = field(default_factory=GreedyConfig)
     """Maximum response length and stop strings."""
     evaluation: GroundingEvaluationOptions = field(default_factory=GroundingEvaluationOptions)
@@ -349,13 +349,13 @@ class GroundingEvaluationConfig:
     max_image_pixels: int = rare(image_pixels_option())
     """Maximum screen size in pixels, checked from the file header before decoding."""
     trainer: BenchmarkCompute = field(default_factory=BenchmarkCompute)
-    """Precision and threads, under their names in training runs."""
+    """Precision and threads, under the same names as in training runs."""
 
     def validate(self) -> None:
-        """Check the fields and that there is something to evaluate; raises ValueError or UserError."""
+        """Check the fields, and that there is a benchmark to evaluate; raises ValueError or UserError."""
         check_fields(self)
         if not self.eval_data:
-            raise ValueError("eval_data is empty; name a benchmark: eval_data: {name: {benchmark: ..., path: ...}}")
+            raise ValueError("eval_data is empty; add a benchmark: eval_data: {name: {benchmark: ..., path: ...}}")
         for data in self.eval_data.values():
             find_benchmark(data.benchmark)
         for part in parts_of(self):
@@ -386,7 +386,7 @@ class GroundingEvaluation:
         trained = self.policy.family.points
         if trained and trained != self.preset.space:
             LOGGER.warning(
-                "points are read as %s; models of type %s were trained to write %s (prompt.space)",
+                "points are read as %s, but models of type %s were trained to write %s (prompt.space)",
                 self.preset.space,
                 self.policy.network.config.model_type,
                 trained,
@@ -394,7 +394,7 @@ class GroundingEvaluation:
         self.eval_tasks = {name: self._tasks(found) for name, found in samples.items()}
 
     def evaluate(self, policy: VlmPolicy, split: str, accelerator: Accelerator, step: Step) -> Evaluation:
-        """Answer a benchmark and write its results."""
+        """Run a benchmark and write its results."""
         measures, records = self.measures(policy, split, step), self.config.evaluation.records
         return evaluate_tasks(measures, self.eval_tasks[split], records, accelerator)
 
@@ -418,7 +418,7 @@ class GroundingEvaluation:
     evaluating = staticmethod(nullcontext)
 
     def close(self) -> None:
-        """Nothing is left open."""
+        """Do nothing: nothing is left open."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """A training run's state does not change an evaluation."""
@@ -476,7 +476,7 @@ class GroundingEvaluation:
 
 @dataclass
 class GroundingMeasure(Measure[GroundingTask]):
-    """Accuracy of the first point, of any point, and unreadable answers, by the columns of the benchmark's tables.
+    """Accuracy of the first point and of any point, and unreadable responses, by the columns of the benchmark's tables.
 
     A sample that cannot be asked, such as a screen of unusable shape, counts as wrong: numbers of a benchmark are
     comparable only when it is evaluated whole.
@@ -485,7 +485,7 @@ class GroundingMeasure(Measure[GroundingTask]):
     policy: VlmPolicy
     benchmark: Benchmark
     tasks: Sequence[GroundingTask]
-    """All samples of the split, which rows name by index."""
+    """All samples of the split; rows refer to them by index."""
     preset: PromptPreset
     options: GroundingEvaluationOptions
     sampler: SamplerConfig
@@ -498,11 +498,11 @@ class GroundingMeasure(Measure[GroundingTask]):
 
     @property
     def batch_size(self) -> int:
-        """Screens that are answered together."""
+        """Number of screens per batch."""
         return self.options.batch_tasks
 
     def run(self, batch: Sequence[Trial[GroundingTask]], start: int) -> list[Row]:
-        """Ask about some screens and read the answers."""
+        """Ask about some screens and read the responses."""
         # by index, as some of the batch may have no prompt
         prompts: dict[int, Prompt] = {}
         errors: dict[int, str] = {}
@@ -511,7 +511,7 @@ class GroundingMeasure(Measure[GroundingTask]):
                 asked = self.policy.encode(trial.task.task)
                 prompts[trial.index] = begin_answer(asked, self.preset.prefix, self.policy.turns)
             except TaskError as error:
-                LOGGER.warning("%s cannot be asked and counts as wrong: %s", trial.task.task.id, error)
+                LOGGER.warning("%s cannot be asked and counts as incorrect: %s", trial.task.task.id, error)
                 errors[trial.index] = f"{error.kind}: {error.message}"
         answers = dict(zip(prompts, self._answer(list(prompts.values())), strict=True))
         return [self._row(trial, answers.get(trial.index), errors.get(trial.index, "")) for trial in batch]
@@ -549,7 +549,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         return Outcome(self.tasks[row["index"]].task.id, scores, parts)
 
     def about(self) -> Row:
-        """The benchmark, how it is asked and how answers are read."""
+        """The benchmark, how it is asked and how responses are read."""
         # what differs between models is left out: the question is the same for all
         asked = {name: value for name, value in self.setting.items() if name not in ("model", "dtype", "transformers")}
         return {
@@ -561,7 +561,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         }
 
     def entries(self, row: Row) -> list[Row]:
-        """The answer to a screen; one that cannot be asked is wrong."""
+        """The response to a screen; a screen that cannot be asked counts as incorrect."""
         found = self.outcome(row)
         return [
             {
@@ -579,7 +579,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         ]
 
     def saved_rows(self, tasks: Sequence[GroundingTask], processes: int) -> ResumableRows:
-        """The answers of these weights to these questions under these settings."""
+        """The responses of these weights to these questions under these settings."""
         asked = [[entry.task.messages, entry.task.image_wh, str(entry.sample.target)] for entry in tasks]
         conditions = {
             **{name: value for name, value in self.setting.items() if name != "model"},
@@ -664,7 +664,7 @@ class GroundingMeasure(Measure[GroundingTask]):
         share = outside / len(points) if points else float("nan")
         if len(points) >= ENOUGH_POINTS and share > MUCH_OUTSIDE:
             LOGGER.warning(
-                "%s: %.0f %% of the first points are outside their screens; does the model write %s (prompt.space)?",
+                "%s: %.0f%% of the first points are outside their screens; does the model write %s (prompt.space)?",
                 self.split,
                 100 * share,
                 self.preset.space,

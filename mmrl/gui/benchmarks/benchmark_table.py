@@ -1,4 +1,4 @@
-"""The benchmarks by name and how each is published; BENCHMARKS at the foot."""
+"""The benchmarks by name and how each is published; BENCHMARKS is at the end of the file."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from mmrl.gui.grounding.samples import TARGET_COLUMNS
 
 @dataclass(frozen=True)
 class BenchmarkLayout:
-    """One of the forms in which a benchmark is published."""
+    """One of the layouts in which a benchmark is published."""
 
     files: tuple[str, ...]
     """Annotation files below the benchmark's folder, as patterns; all that exist are read, in this order."""
     images: tuple[str, ...]
-    """Folders of images below the benchmark's folder; the first that has the images is used. Empty: the rows hold
+    """Image folders below the benchmark's folder; the first one that has the images is used. Empty: the rows contain
     them."""
     form: BoxForm
     """Meaning of the boxes."""
@@ -46,22 +46,22 @@ class Benchmark:
     name: str
     """Name used in configurations."""
     title: str
-    """Name that papers use."""
+    """Name used in papers."""
     source: str
     """Paper."""
     layouts: tuple[BenchmarkLayout, ...]
     roots: tuple[str, ...] = ("",)
-    """Folders below the given one in which the files may be."""
+    """Folders below the given folder that may contain the files."""
     known_by: tuple[str, ...] = ()
     """Columns that together occur only in its rows."""
     columns: tuple[str, ...] = ()
-    """Columns that its tables break results down by."""
+    """Columns by which its tables break down results."""
     crosses: tuple[tuple[str, str], ...] = ()
-    """Pairs of columns whose combinations its tables show."""
+    """Pairs of columns whose combinations are shown in its tables."""
     details: tuple[str, ...] = ()
-    """Further columns, for the written results only: they have many values."""
+    """Additional columns with many values, for the written results only."""
     macro: tuple[str, ...] = ()
-    """Columns over whose cells its published average is a plain mean; empty: published averages are over samples."""
+    """Columns whose cells the published average is a plain mean of. Empty: published averages are over samples."""
     size: int | None = None
     """Number of published samples; None if unknown."""
     companion: Callable[[Path], Mapping[str, tuple[str, ...]]] | None = None
@@ -69,14 +69,14 @@ class Benchmark:
 
 
 def find_benchmark(name: str) -> Benchmark:
-    """The benchmark of that name."""
+    """The benchmark with this name."""
     if name in BENCHMARKS:
         return BENCHMARKS[name]
-    raise UserError(f"unknown benchmark '{name}'; {did_you_mean(name, BENCHMARKS)}there are: {', '.join(BENCHMARKS)}")
+    raise UserError(f"unknown benchmark '{name}'; {did_you_mean(name, BENCHMARKS)}available: {', '.join(BENCHMARKS)}")
 
 
 def recognise(file: Path, columns: Iterable[str]) -> Benchmark:
-    """The benchmark that a file belongs to, by its name, else by the columns of its rows; `OWN` for own data."""
+    """The benchmark that a file belongs to, by its name or else by the columns of its rows; `OWN` for custom data."""
     held = set(columns)
     for benchmark in BENCHMARKS.values():
         names = [Path(pattern).name for layout in benchmark.layouts for pattern in layout.files]
@@ -90,8 +90,8 @@ def recognise(file: Path, columns: Iterable[str]) -> Benchmark:
     if held & {*TARGET_COLUMNS} and held & {"image", "images"}:
         return OWN
     raise UserError(
-        f"{file}: neither its name nor its columns ({', '.join(sorted(held)) or 'none'}) are those of a benchmark; "
-        f"say which one with --benchmark: {', '.join(BENCHMARKS)}; own grounding data has an image and one of "
+        f"{file}: neither its name nor its columns ({', '.join(sorted(held)) or 'none'}) match a benchmark; specify "
+        f"one with --benchmark: {', '.join(BENCHMARKS)}; custom grounding data needs an image and one of "
         f"{', '.join(TARGET_COLUMNS)}"
     )
 
@@ -227,8 +227,8 @@ _PUBLISHED = (
 BENCHMARKS: dict[str, Benchmark] = {benchmark.name: benchmark for benchmark in _PUBLISHED}
 OWN = Benchmark(
     name="own",
-    title="own grounding data",
+    title="custom grounding data",
     source="",
     layouts=(),
 )
-"""Data to train on, which `mmrl gui validate` reads as training does."""
+"""Training data, which `mmrl gui validate` reads in the same way as training."""

@@ -1,4 +1,4 @@
-"""Prompts that ask for the position of a target: system turn, question, and a prefix of the answer."""
+"""Prompts that ask for the position of a target: system turn, question, and a prefix of the response."""
 
 from __future__ import annotations
 
@@ -25,38 +25,39 @@ FROM_RUN = "run"
 
 @dataclass(frozen=True)
 class PromptPreset:
-    """Texts with {width} and {height} of the resized image; other braces are doubled."""
+    """Texts with {width} and {height} of the resized image; double all other braces."""
 
     space: CoordinateSpace
-    """Meaning of the numbers of an answer."""
+    """Meaning of the numbers in a response."""
     user: str
     """The question after the image, with {instruction}."""
     system: str = ""
-    """System turn; empty: none."""
+    """System turn. Empty: none."""
     prefix: str = ""
-    """Start of the answer, given to the model."""
+    """Start of the response, given to the model."""
     refusal: str = ""
-    """Added to the question by benchmarks that also ask for absent elements."""
+    """Added to the question for benchmarks that also ask for absent elements."""
 
 
 @dataclass
 class BenchmarkPrompt:
-    """Prompt of the model. Published numbers depend on it: compare only results of the same prompt."""
+    """Prompt for the model. Published numbers depend on it: compare only results with the same prompt."""
 
     preset: str = choice("points", lambda: (*PRESETS, FROM_RUN))
-    """points: JSON points as InfiGUI-G1 writes them; points_think: the same after a think block; tool_call: the
+    """points: JSON points as written by InfiGUI-G1; points_think: the same after a think block; tool_call: the
     computer-use call of Qwen2.5-VL; rel1000: JSON points in thousandths, for Qwen3-VL; run: the training question of
-    the run whose folder is model.path."""
+    the run folder in model.path."""
     system: str | None = rare(None)
-    """System turn instead of the preset's; '' = none. {width} and {height} are those of the resized image."""
+    """System turn to use instead of the preset's; '' = none. {width} and {height} refer to the resized image."""
     user: str | None = rare(None)
-    """Question instead of the preset's; {instruction}, {width} and {height} are filled in, braces are doubled."""
+    """Question to use instead of the preset's. {instruction}, {width} and {height} are filled in; double other
+    braces."""
     prefix: str | None = rare(None)
-    """Start of the answer instead of the preset's; '' = nothing."""
+    """Start of the response to use instead of the preset's; '' = nothing."""
     refusal: str | None = rare(None)
-    """Text added to the question if a benchmark also asks for absent elements; '' = nothing."""
+    """Text to add to the question if a benchmark also asks for absent elements; '' = nothing."""
     space: str = rare(choice("", lambda: ("", *CoordinateSpace)))
-    """Meaning of the two numbers of an answer; empty: that of the preset."""
+    """Meaning of the two numbers in a response. Default: the preset's."""
 
     def validate(self) -> None:
         """Check the templates; raises UserError."""
@@ -65,7 +66,7 @@ class BenchmarkPrompt:
                 _check_template(f"prompt.{name}", text, asks=name == "user")
 
     def resolved(self, model_path: str = "") -> PromptPreset:
-        """The preset with its texts replaced by the given ones; `run` reads them from the run folder."""
+        """The preset with its texts replaced by the configured ones; `run` reads them from the run folder."""
         base = preset_of_run(model_path) if self.preset == FROM_RUN else PRESETS[self.preset]
         given = {name: getattr(self, name) for name in ("system", "user", "prefix", "refusal")}
         texts = {name: text for name, text in given.items() if text is not None}
@@ -81,11 +82,13 @@ def preset_of_run(model_path: str) -> PromptPreset:
 
     file = Path(model_path).expanduser() / "config.yaml"
     if not is_file(file):
-        raise UserError(f"prompt.preset=run needs the folder of a run as model.path; {model_path} has no config.yaml")
+        raise UserError(f"prompt.preset=run needs a run folder as model.path, but {model_path} has no config.yaml")
     content: Any = load_omega(file)
     values = content.get("grounding") if isinstance(content, DictConfig) else None
     if not isinstance(values, DictConfig):
-        raise UserError(f"{file} has no part 'grounding': the run was not trained on screens; choose a prompt.preset")
+        raise UserError(
+            f"{file} has no 'grounding' section, so the run was not trained on screens; choose another prompt.preset"
+        )
     known = {field.name for field in dataclasses.fields(GroundingSettings)}
     # a run of another version may have further options
     settings = GroundingSettings(**{str(name): value for name, value in values.items() if name in known})
@@ -122,7 +125,7 @@ def question(sample: GroundingSample, preset: PromptPreset, asks_refusals: bool,
 
 
 def begin_answer(prompt: Prompt, text: str, turns: TurnTemplate) -> Prompt:
-    """Append the first words of the answer to a prompt, as the chat template begins one."""
+    """Append the first words of the response to a prompt, as the chat template would begin one."""
     if not text:
         return prompt
     # the turn stays open: the model continues it
@@ -143,7 +146,7 @@ def begin_answer(prompt: Prompt, text: str, turns: TurnTemplate) -> Prompt:
 def _check_template(name: str, text: str, asks: bool) -> None:
     allowed = {"width", "height", *(["instruction"] if asks else [])}
     if unknown := template_fields(name, text, asks=asks) - allowed:
-        raise UserError(f"{name} names {{{min(unknown)}}}; it may use {', '.join(sorted(allowed))}")
+        raise UserError(f"{name} contains {{{min(unknown)}}}; it may only use {', '.join(sorted(allowed))}")
 
 
 COMPUTER_USE = {

@@ -1,4 +1,4 @@
-"""The actions of an agent in a page: read and checked, then executed.
+"""The actions of an agent on a page: read and checked, then executed.
 
 Everything is checked first, since the driver silently takes clicks far outside the window and fails on NaN. Points are
 in the environment's coordinate space and are converted here, once.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 MAX_TEXT_CHARS = 500
 MAX_SCROLL_PX = 5000
 SCROLL_PX = 120
-"""Pixels of a click of the wheel, and of a scroll without an amount."""
+"""Pixels per click of the mouse wheel, also used for a scroll without an amount."""
 MAX_KEYS = 64
 MAX_WAIT_S = 10
 MAX_ANSWER_CHARS = 4000
@@ -45,10 +45,10 @@ class Viewpoint:
     model_wh: Size | None
     """(width, height) of the image for the agent, if it is resized."""
     scale: float
-    """Pixels of the screenshot in a CSS pixel."""
+    """Screenshot pixels per CSS pixel."""
 
     def to_image(self, point: Point) -> Point:
-        """A point of the agent in pixels of the screenshot; raises ActionError outside of it."""
+        """A point of the agent in pixels of the screenshot; raises ActionError if it is outside the screenshot."""
         x, y = to_original(point, self.space, self.image_wh, self.model_wh)
         width, height = self.image_wh
         if not (0 <= x <= width and 0 <= y <= height):
@@ -69,7 +69,7 @@ class PageCommand:
     name: str
     points: tuple[Point, ...] = ()
     text: str = ""
-    """Text to type, keys in playwright's names with spaces between them, or the answer at the end."""
+    """Text to type, keys by their playwright names separated by spaces, or the final answer."""
     scroll_px: Point = (0, 0)
     """Distance in CSS pixels, right and down."""
     seconds: float = 0.0
@@ -262,7 +262,7 @@ KEYS = {
     "pagedown": "PageDown",
     **{f"{prefix}{side}": f"Arrow{side.title()}" for prefix in ("", "arrow") for side in DIRECTIONS},
 }
-"""Names in lower case to those of playwright."""
+"""Lower-case names to playwright's names."""
 
 ACTIONS: dict[str, ActionKind] = {
     "click": ActionKind(_at_point, "click(x, y): press and release the left button."),

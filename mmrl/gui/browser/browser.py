@@ -1,4 +1,4 @@
-"""One Chromium per process, driven by playwright, with time limits and restarts after failures and many pages.
+"""One Chromium per process, driven by playwright, with time limits and restarts after failures or many pages.
 
 playwright's synchronous API is bound to its thread and refuses to run inside an asyncio loop, so environments run
 in processes, with one browser each and one context per environment.
@@ -36,8 +36,8 @@ MAC_PROGRAMS = (
     "/Applications/Google Chrome.app/Contents/MacOS/Google Chrome",
 )
 INSTALL_BROWSER = (
-    "sudo apt-get install -y --no-install-recommends chromium fonts-dejavu-core fonts-liberation "
-    f"(or install Chrome, or set {EXECUTABLE_VARIABLE} to the browser's program)"
+    "sudo apt-get install -y --no-install-recommends chromium fonts-dejavu-core fonts-liberation (or install Chrome, "
+    f"or set {EXECUTABLE_VARIABLE} to the browser executable)"
 )
 WATCH_SECONDS = 0.1
 """Seconds between checks of the current call's deadline."""
@@ -124,7 +124,7 @@ class Browser:
         return context
 
     def close_context(self, context: BrowserContext) -> None:
-        """Close a context, which may already be closed."""
+        """Close a context; it may already be closed."""
         # A context of an earlier start is not in the set, and closing it would talk to a dead browser.
         known = context in self._open_contexts
         self._open_contexts.discard(context)
@@ -137,7 +137,7 @@ class Browser:
         return self._browser is not None and self._browser.is_connected()
 
     def is_old(self) -> bool:
-        """Whether enough pages were loaded for a restart, and no other environment would lose its page."""
+        """Whether enough pages were loaded for a restart and no other environment would lose its page."""
         return self.pages >= self.settings.pages_per_start and len(self._open_contexts) <= 1
 
     def restart(self, after_failure: bool = True) -> None:
@@ -213,7 +213,7 @@ class Browser:
                 self.kill()
 
     def close(self) -> None:
-        """End the browser."""
+        """Close the browser."""
         # Closing a browser that hangs would hang as well; a killed one loses nothing.
         self._ended.set()
         self._open_contexts.clear()
@@ -241,7 +241,7 @@ def find_chromium(executable: str = "") -> str | None:
         found = shutil.which(os.path.expanduser(named))
         if found is None:
             origin = "the option `executable`" if executable else EXECUTABLE_VARIABLE
-            raise UserError(f"{origin} names {named!r}, which is no program that can be run; {INSTALL_BROWSER}")
+            raise UserError(f"{origin} is {named!r}, which is not an executable program; {INSTALL_BROWSER}")
         return found
     on_path = next(filter(None, map(shutil.which, PROGRAMS)), None)
     return on_path or next((path for path in MAC_PROGRAMS if Path(path).is_file()), None)
@@ -250,15 +250,15 @@ def find_chromium(executable: str = "") -> str | None:
 def require_chromium(executable: str = "") -> str:
     """Path of the browser executable; raises UserError if it or playwright is missing."""
     if importlib.util.find_spec("playwright") is None:
-        raise UserError(f"screens from a browser need playwright, which is not installed: {INSTALL_PACKAGE}")
+        raise UserError(f"browser screens need playwright, which is not installed: {INSTALL_PACKAGE}")
     found = find_chromium(executable)
     if found is None:
-        raise UserError(f"screens from a browser need Chromium, and there is none on the PATH: {INSTALL_BROWSER}")
+        raise UserError(f"browser screens need Chromium, but there is none on the PATH: {INSTALL_BROWSER}")
     return found
 
 
 def process_browser(settings: BrowserSettings | None = None) -> Browser:
-    """The browser shared by the environments of this process; it ends with the process."""
+    """The browser shared by the environments of this process; it closes when the process exits."""
     wanted = settings or BrowserSettings()
     # By process id, because a forked child inherits the entry but must not use its parent's browser.
     running = _RUNNING.get(os.getpid())
@@ -266,7 +266,9 @@ def process_browser(settings: BrowserSettings | None = None) -> Browser:
         _RUNNING[os.getpid()] = running = Browser(wanted)
         atexit.register(running.close)
     elif running.settings != wanted:
-        raise UserError(f"a process has one browser; this one's runs with {running.settings}, not with {wanted}")
+        raise UserError(
+            f"this process already has a browser with settings {running.settings}; it cannot open another with {wanted}"
+        )
     return running
 
 
@@ -276,10 +278,10 @@ def _refuse_asyncio() -> None:
     except RuntimeError:
         return
     raise UserError(
-        "a browser cannot be driven inside a running asyncio loop (a notebook has one, and so has a thread in which "
+        "a browser cannot be driven inside a running asyncio loop (notebooks have one, and so do threads in which "
         "another browser runs); run it in a separate process"
     )
 
 
 _RUNNING: dict[int, Browser] = {}
-"""Browsers by process id: a forked child must not use its parent's."""
+"""Browsers by process id, because a forked child must not use its parent's."""

@@ -1,4 +1,4 @@
-"""The browser's part of `mmrl doctor`."""
+"""The browser checks of `mmrl doctor`."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def _check_package(name: str, extra: str) -> Finding:
         return Finding(AREA, name, "ok", version(name))
     except PackageNotFoundError:
         if importlib.util.find_spec(name) is not None:
-            return Finding(AREA, name, "ok", "of unknown version")
+            return Finding(AREA, name, "ok", "unknown version")
     return Finding(AREA, name, "note", "missing", f"{install_command(extra)} {ONLY}")
 
 
 def _check_fonts() -> Finding:
     lister = shutil.which("fc-list")
     if lister is None:
-        return Finding(AREA, "fonts", "ok", "not checked: there is no fc-list")
+        return Finding(AREA, "fonts", "ok", "not checked: fc-list is not installed")
     asked = subprocess.run([lister, ":", "family"], capture_output=True, text=True, timeout=30, check=False)
     families = {line.split(",")[0].strip() for line in asked.stdout.splitlines() if line.strip()}
     if not families:
         advice = f"sudo apt-get install fonts-dejavu-core fonts-liberation {ONLY}"
-        return Finding(AREA, "fonts", "note", "none: pages would show no text", advice)
+        return Finding(AREA, "fonts", "note", "none: pages would be rendered without text", advice)
     return Finding(AREA, "fonts", "ok", f"{len(families)} families")

@@ -1,4 +1,4 @@
-"""Frames of one page that the environments of a process share: a step is one call into it, without a screenshot."""
+"""Frames of one page shared by the environments of a process; a step is one call, without a screenshot."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ ADD = """([width, height]) => {
   return document.querySelectorAll('iframe').length - 1;
 }"""
 _PAGES: dict[tuple[int, tuple[int, int]], GuardedPage] = {}
-"""Shared pages by the identity of their browser, and by size."""
+"""Shared pages by browser identity and size."""
 
 
 class SharedFrame:
@@ -27,20 +27,20 @@ class SharedFrame:
         self._place: tuple[GuardedPage, int] | None = None
 
     def place(self, *, renew: bool) -> tuple[GuardedPage, int]:
-        """The page and the number of the frame; where the browser has restarted, `renew` makes a new one.
+        """The page and the number of the frame; if the browser has restarted, `renew` makes a new one.
 
         Raises:
-            BrowserFailure: the browser ended during the episode.
+            BrowserFailure: the browser exited during the episode.
         """
         if self._place is None or not self._place[0].is_open():
             if not renew:
-                raise BrowserFailure("the browser ended during the episode")
+                raise BrowserFailure("the browser exited during the episode")
             page = _shared_page(self._browser or process_browser(), self._size)
             self._place = page, page.evaluate(ADD, list(self._size))
         return self._place
 
     def forget(self) -> None:
-        """Forget the page, which ends with the browser; other environments have frames in it."""
+        """Forget the page; it closes with the browser, because other environments have frames in it."""
         self._place = None
 
 

@@ -1,4 +1,4 @@
-"""Pages of MiniWoB++ that a language model reads as a numbered list, and acts on by a number.
+"""Pages of MiniWoB++ that a language model reads as a numbered list and acts on by writing a number.
 
 A line is something to do: click a control, type a text that the instruction quotes, choose an option, or scroll. Lines
 whose text the instruction contains begin with a star. So an agent clicks and types with texts of the instruction, as in
@@ -140,21 +140,21 @@ class Line:
     """Something to do on a page."""
 
     number: int
-    """Its place among the page's controls, which several lines may share."""
+    """Its index among the page's controls, which several lines may share."""
     act: str
     """type, choose, scroll, or the role of the control that is clicked."""
     name: str
     on: bool | None
-    """Whether it is ticked or chosen; None where it cannot be."""
+    """Whether it is ticked or chosen; None if it cannot be either."""
     value: str
-    """Text that a field has now."""
+    """Current text of a field."""
     text: str = ""
     """Text that is typed."""
     field: int = 0
-    """Number of the field that it is typed into, from 1."""
+    """Number of the field to type into, from 1."""
 
     def shown(self, instruction: str) -> str:
-        """The line without its number, starred where the instruction contains its text."""
+        """The line without its number, starred if the instruction contains its text."""
         about = self.text or self.name
         star = "*" if about and _contains(instruction, about) else ""
         mark = "" if self.on is None else " on" if self.on else " off"
@@ -163,7 +163,7 @@ class Line:
 
 
 class ListedMiniWob:
-    """Pages of MiniWoB++ as numbered lists of what to do; a task is {"name", "seed"}, drawn by the seed otherwise.
+    """Pages of MiniWoB++ as numbered lists of possible actions; a task is {"name", "seed"}, else drawn from the seed.
 
     Args:
         tasks: pages that a reset without a name draws from.
@@ -176,7 +176,7 @@ class ListedMiniWob:
 
     def __init__(self, tasks: Sequence[str] = TASKS, max_steps: int = 8, browser: Browser | None = None) -> None:
         if not tasks:
-            raise UserError("tasks is empty; name pages of MiniWoB++, or leave it out")
+            raise UserError("tasks is empty; list MiniWoB++ pages, or remove it")
         for name in tasks:
             page_file(name)
         if max_steps < 1:
@@ -199,18 +199,18 @@ class ListedMiniWob:
         """Show a page; the first observation begins with the instruction."""
         unknown = [str(key) for key in task if key not in TASK_FIELDS]
         if unknown:
-            raise UserError(f"a task has the entries {', '.join(TASK_FIELDS)}, not {unknown[0]!r}")
+            raise UserError(f"a task has no entry {unknown[0]!r}; it may have {', '.join(TASK_FIELDS)}")
         self._name = str(task.get("name") or Random(f"task/{seed}").choice(self._tasks))
         self._steps, self._seen = 0, set()
         self._call(BEGIN, self._name, str(task.get("seed", seed)), _read())
         if not self._report["ready"]:
-            raise BrowserFailure(f"the page {self._name} did not get ready within 5 seconds")
+            raise BrowserFailure(f"the page {self._name} was not ready within 5 seconds")
         self._instruction = str(self._report["instruction"])
         self._list()
         return Observation(f"{self._instruction}\n{self._listing()}"), self._facts()
 
     def step(self, action: Action) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
-        """Do what a line says; a number that the list does not have costs a step."""
+        """Execute a line; a number that is not in the list costs a step."""
         self._steps += 1
         index = int(action.name) - 1 if action.name.isdecimal() else -1
         known = 0 <= index < len(self._lines) and not action.arguments
@@ -227,14 +227,14 @@ class ListedMiniWob:
         return Observation(text), float(success), ended, not ended and self._steps >= self._max_steps, facts
 
     def expert(self) -> Action:
-        """The number of the line that a page's solution takes next; raises UserError for pages without an expert."""
+        """The number of the line that solves the page's next step; raises UserError for pages without an expert."""
         if self._name not in EXPERTS:
             raise UserError(f"the page {self._name} has no expert; these have: {', '.join(EXPERTS)}")
         wanted = EXPERTS[self._name](self._instruction, self._lines, self._seen)
         return Action(str(1 + self._lines.index(wanted)))
 
     def close(self) -> None:
-        """Forget the page, which ends with the browser; other environments have frames in it."""
+        """Forget the page; it closes with the browser, because other environments have frames in it."""
         self._frame.forget()
 
     def _facts(self) -> dict[str, Any]:

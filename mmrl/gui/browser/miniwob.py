@@ -1,4 +1,4 @@
-"""The pages of MiniWoB++ as environments, driven without selenium and without a server.
+"""The pages of MiniWoB++ as environments, without selenium and without a server.
 
 The reward is the page's raw one, in [-1, 1], without the usual discount by wall-clock time. Timers of the pages run by
 the clock: animations of jQuery are switched off, and `wait` waits; the pages in `RESTLESS` move by themselves, so that
@@ -52,7 +52,7 @@ ONE_CLICK = (
     "identify-shape",
     "unicode-test",
 )
-"""Tasks that one click on the right element solves."""
+"""Tasks solved by one click on the right element."""
 RESTLESS = (
     "chase-circle",
     "click-pie",
@@ -65,7 +65,7 @@ RESTLESS = (
 """Tasks whose pages are not repeatable bit for bit; moving-items and simon-says depend on the clock as well."""
 TASK_FIELDS = ("name", "seed")
 FULL_REWARD = 1.0
-"""Raw reward of a solved task; some pages pay less for a part, such as 0.1 for the wrong card."""
+"""Raw reward of a solved task; some pages give less for a partial solution, such as 0.1 for the wrong card."""
 BEGIN = """async seed => {
   const style = document.createElement('style');
   style.textContent = '#reward-display, #click-canvas { display: none !important; }';  // the last reward, the clicks
@@ -97,11 +97,11 @@ class MiniWobSettings(PageEnvSettings):
     """Choice of pages, their size, and limits of an episode."""
 
     width_px: int = bounded(160, at_least=160, at_most=4096)
-    """Columns of the screenshot; the pages are designed for 160."""
+    """Screenshot width in pixels; the pages are designed for 160."""
     height_px: int = bounded(210, at_least=210, at_most=4096)
-    """Rows of the screenshot; the pages are designed for 210, of which 50 are the yellow instruction."""
+    """Screenshot height in pixels; the pages are designed for 210, of which 50 show the yellow instruction."""
     tasks: tuple[str, ...] = ONE_CLICK
-    """Pages that a reset without a name draws from; see `miniwob_names`."""
+    """Pages to draw from if a reset does not name one; see `miniwob_names`."""
     wait_s: float = bounded(0.5, at_least=0, at_most=10)
     """Duration of the action wait in seconds, for pages that respond late."""
 
@@ -109,9 +109,9 @@ class MiniWobSettings(PageEnvSettings):
         """Check the names of the pages; raises UserError."""
         super().validate()
         if self.partial_credit:
-            raise UserError("MiniWoB++ pages give their own raw reward; partial_credit has no meaning there")
+            raise UserError("MiniWoB++ pages give their own raw reward, so partial_credit has no effect there")
         if not self.tasks:
-            raise UserError("tasks is empty; name pages of MiniWoB++, or leave it out")
+            raise UserError("tasks is empty; list MiniWoB++ pages, or remove it")
         for name in self.tasks:
             page_file(name)
 
@@ -128,7 +128,7 @@ class MiniWobEnv(PageEnv):
         super().__init__(settings or MiniWobSettings(), browser)
 
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Execute an action; wait takes `wait_s` seconds, unless it says how many."""
+        """Execute an action; wait takes `wait_s` seconds unless the action specifies a duration."""
         name, arguments = name_and_arguments(action)
         if name == "wait" and "seconds" not in arguments:
             time.sleep(self.settings.wait_s)
@@ -137,7 +137,7 @@ class MiniWobEnv(PageEnv):
     def _task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
         unknown = [str(key) for key in options if key not in TASK_FIELDS]
         if unknown:
-            raise UserError(f"a task has the entries {', '.join(TASK_FIELDS)}, not {unknown[0]!r}")
+            raise UserError(f"a task has no entry {unknown[0]!r}; it may have {', '.join(TASK_FIELDS)}")
         # by the seed of the episode: a reset without a name is repeatable too
         name = options.get("name") or Random(f"task/{seed}").choice(self.settings.tasks)
         page_file(name)
@@ -151,7 +151,7 @@ class MiniWobEnv(PageEnv):
         # what the page tried while loading is not the effect of an action
         page.take_events()
         if not started["ready"]:
-            raise BrowserFailure(f"the page {task['name']} did not get ready within 5 seconds")
+            raise BrowserFailure(f"the page {task['name']} was not ready within 5 seconds")
         return str(started["instruction"])
 
     def _after(self, page: GuardedPage) -> PageVerdict:
@@ -178,7 +178,7 @@ def make_miniwob(render_mode: str | None = None, **settings: Any) -> MiniWobEnv:
 
 
 def page_file(name: str) -> Path:
-    """The HTML file of a page; raises UserError where there is none."""
+    """The HTML file of a page; raises UserError if there is none."""
     path = miniwob_folder() / f"{name}.html"
     if "/" in str(name) or not path.is_file():
         raise UserError(f"MiniWoB++ has no page {name!r}; it has: {', '.join(miniwob_names())}")
@@ -186,11 +186,11 @@ def page_file(name: str) -> Path:
 
 
 def miniwob_folder() -> Path:
-    """The folder of the pages; raises UserError where the package is missing."""
+    """The folder of the pages; raises UserError if the package is missing."""
     spec = importlib.util.find_spec("miniwob")
     places = list(spec.submodule_search_locations or []) if spec else []
     if not places:
-        raise UserError("pages of MiniWoB++ need the package miniwob: pip install 'mmrl-suite[miniwob]'")
+        raise UserError("MiniWoB++ pages need the package miniwob: pip install 'mmrl-suite[miniwob]'")
     return Path(places[0]) / "html" / "miniwob"
 
 

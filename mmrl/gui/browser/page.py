@@ -57,7 +57,7 @@ INSIDE_OF = """frame => {
   return [box.left + scale * (frame.clientLeft + parseFloat(style.paddingLeft)),
     box.top + scale * (frame.clientTop + parseFloat(style.paddingTop)), scale];
 }"""
-"""Left, top and scale of a frame's document in CSS pixels of the page around it; null for other elements."""
+"""Left, top and scale of a frame's document in CSS pixels of the enclosing page; null for other elements."""
 OPEN_IN_PAGE = """select => {
   const SELECTOR = 'select[mmrl-picker]', KEPT = Symbol.for('mmrl.pickers');
   if (select.localName !== 'select' || select.multiple || select.size > 1 || select.matches(':disabled')
@@ -119,7 +119,7 @@ NATIVE = """() => {
 
 
 def open_in_page(page: Page, point: Point) -> None:
-    """Make the select at a point, in CSS pixels, open its list inside the page when clicked."""
+    """Make the select element at a point (in CSS pixels) open its list inside the page when clicked."""
     frame: Frame | None = page.main_frame
     # elementFromPoint stops at a frame, so the point is converted to the inner document and looked up again.
     (x, y), scale = point, 1.0
@@ -144,7 +144,7 @@ def restore_closed(page: Page) -> None:
 
 
 def refusal_of(page: Page, point: Point, scale: float) -> str:
-    """Why a mouse action at a point, in CSS pixels, would not reach what is shown there; empty if it would.
+    """Why a mouse action at a point (in CSS pixels) would not reach what is shown there; empty if it would.
 
     A popup outside the page is closed first; its area is where the screenshot changes.
     """
@@ -161,7 +161,7 @@ def refusal_of(page: Page, point: Point, scale: float) -> str:
 
 
 def content_box(frame: Frame) -> tuple[ElementHandle, tuple[float, float, float]]:
-    """A frame's element, and the left, top and scale of its document in CSS pixels of the page around it."""
+    """A frame's element, and the left, top and scale of its document in CSS pixels of the enclosing page."""
     element = frame.frame_element()
     left, top, scale = element.evaluate(INSIDE_OF)
     return element, (left, top, scale)
@@ -178,7 +178,7 @@ def _screenshot(page: Page) -> NDArray[Any]:
 
 
 ADDRESS = "http://page.invalid/"
-"""Address of pages given as HTML, so that a form or a reload makes a request that can be refused."""
+"""Address of pages given as HTML, so that a form or a reload makes a request that can be blocked."""
 FREEZE = """async () => {
   const style = document.createElement('style');
   style.textContent = '*, *::before, *::after { caret-color: transparent !important; animation: none !important; '
@@ -349,7 +349,7 @@ class Element:
     """A control of a page."""
 
     key: str
-    """Its `data-key`, which the suite's own pages give to every control; empty elsewhere."""
+    """Its `data-key`, which mmrl's own pages give to every control; empty elsewhere."""
     tag: str
     role: str
     """ARIA role: the explicit one, or the tag's default."""
@@ -358,10 +358,10 @@ class Element:
     text: str
     """Its visible text."""
     box: Box
-    """Visible part in pixels of the screenshot; of a wrapped link the largest line."""
+    """Visible part in pixels of the screenshot; for a wrapped link, its largest line."""
     hidden: str = ""
     """Reason why it cannot be clicked: style, outside (the window or a frame), covered, or inert (also without pointer
-    events); empty for one that can be clicked."""
+    events); empty if it can be clicked."""
     visible_share: float = 1.0
     """Fraction of its area that is visible."""
     icon_only: bool = False
@@ -423,7 +423,7 @@ def _entries_of(frame: Frame) -> list[dict[str, Any]]:
 
 
 def parse_elements(answer: str, scale: float = 1.0) -> list[Element]:
-    """The controls in an answer of `read_script`, with boxes in pixels of a screenshot with a scale."""
+    """The controls in a result of `read_script`, with boxes in pixels of a screenshot with the given scale."""
     return [_element(entry, scale) for entry in json.loads(answer)]
 
 

@@ -42,19 +42,19 @@ class PageEnvSettings:
     """Size of the page and limits of an episode."""
 
     width_px: int = bounded(320, at_least=40, at_most=4096)
-    """Columns of the screenshot."""
+    """Screenshot width in pixels."""
     height_px: int = bounded(240, at_least=40, at_most=4096)
-    """Rows of the screenshot."""
+    """Screenshot height in pixels."""
     scale: float = bounded(1.0, at_least=0.5, at_most=4)
-    """Pixels of the screenshot in a CSS pixel."""
+    """Screenshot pixels per CSS pixel."""
     space: CoordinateSpace = choice(CoordinateSpace.ABS_ORIGINAL, tuple(CoordinateSpace))
-    """Meaning of the numbers of the agent's points."""
+    """Meaning of the numbers in the agent's points."""
     resize: Resize | None = None
-    """The one resize of the screenshot for the model; empty: as it is."""
+    """Resize applied to the screenshot for the model. Default: none."""
     max_steps: int = bounded(15, at_least=1)
-    """Actions after which the episode is truncated."""
+    """Number of actions after which the episode is truncated."""
     partial_credit: bool = False
-    """Whether a partly solved episode is rewarded with the solved fraction instead of 0."""
+    """Reward a partly solved episode with the solved fraction instead of 0."""
     end_when_solved: bool = True
     """Whether the episode ends as soon as it is solved; otherwise the agent has to take the action finish."""
     browser: BrowserSettings = field(default_factory=BrowserSettings)
@@ -63,7 +63,9 @@ class PageEnvSettings:
     def validate(self) -> None:
         """Check rules between fields; raises UserError."""
         if self.space is CoordinateSpace.ABS_RESIZED and self.resize is None:
-            raise UserError("points of the space abs_resized need `resize`, the size at which the model sees the image")
+            raise UserError(
+                "the coordinate space abs_resized needs `resize`, the size at which the model sees the image"
+            )
 
 
 @dataclass(frozen=True)
@@ -74,7 +76,7 @@ class PageVerdict:
     """Reward in [0, 1] if the episode ends now."""
     success: bool
     done: bool
-    """Whether the page takes no more actions."""
+    """Whether the page accepts no more actions."""
     info: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -86,7 +88,7 @@ class ActionSpace(spaces.Space[dict[str, Any]]):
         self._viewpoint = viewpoint
 
     def sample(self, mask: Any = None, probability: Any = None) -> dict[str, Any]:
-        """A random click in eight of ten cases, else wait, or a scroll."""
+        """A random click in eight of ten cases, otherwise a wait or a scroll."""
         draw = self.np_random.random()
         if draw > 0.9:
             return {"name": "wait", "arguments": {}}
@@ -97,7 +99,7 @@ class ActionSpace(spaces.Space[dict[str, Any]]):
         return {"name": "click", "arguments": {"point": list(self._viewpoint.from_image(point))}}
 
     def contains(self, x: Any) -> bool:
-        """Whether it is an action that can be executed."""
+        """Whether it is an executable action."""
         try:
             read_action(x["name"], x["arguments"], self._viewpoint)
         except (ActionError, KeyError, TypeError):
@@ -106,7 +108,7 @@ class ActionSpace(spaces.Space[dict[str, Any]]):
 
 
 class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
-    """Base of the environments whose episodes run in a page.
+    """Base class of environments whose episodes run in a page.
 
     Args:
         settings: what the agent sees, and how long it may act.
@@ -136,7 +138,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         self._steps = 0
         self._instruction = ""
         self.answer = ""
-        """Answer that the agent ended the episode with, for `_after`; empty without one."""
+        """Answer with which the agent ended the episode, for `_after`; empty without one."""
         self._image: NDArray[np.uint8] = np.zeros((image_wh[1], image_wh[0], 3), np.uint8)
 
     @property
@@ -148,7 +150,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
     def page(self) -> GuardedPage:
         """The page of the running episode."""
         if self._page is None:
-            raise UserError("call reset() first: there is no episode")
+            raise UserError("there is no episode; call reset() first")
         return self._page
 
     def reset(
@@ -186,7 +188,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
     def step(self, action: Any) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
         """Execute an `Action`, or a mapping with name and arguments."""
         if self._over:
-            raise UserError("the episode is over: call reset()")
+            raise UserError("the episode has ended; call reset()")
         self._steps += 1
         try:
             return self._execute(*name_and_arguments(action))
@@ -317,7 +319,7 @@ class WebAgentEnv:
 
 
 def register_environments(entry_point: str, ids: Mapping[str, Mapping[str, Any]]) -> None:
-    """Register environments, id to keyword arguments, with Gymnasium; they truncate themselves."""
+    """Register environments (id to keyword arguments) with Gymnasium; they truncate episodes themselves."""
     for name, arguments in ids.items():
         if name not in gymnasium.registry:
             gymnasium.register(name, entry_point=entry_point, kwargs=dict(arguments))
@@ -351,7 +353,7 @@ def name_and_arguments(action: Any) -> tuple[str, Mapping[str, Any]]:
     if isinstance(action, Mapping) and isinstance(action.get("name"), str):
         arguments = action.get("arguments", {})
         return action["name"], arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
-    raise UserError(f"an action is an Action, or a mapping with name and arguments; got {action!r:.120}")
+    raise UserError(f"an action must be an Action or a mapping with name and arguments; got {action!r:.120}")
 
 
 def _plain(element: Element) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""AEPO: screen grounding with several answers, an adaptive exploration reward and leave-one-out advantages.
+"""AEPO: screen grounding with several points, an adaptive exploration reward and leave-one-out advantages.
 
 A policy that is sure of a wrong element fails in all samples of a group and learns nothing. AEPO lets one response
 give N points, ordered by preference, and pays 1/sqrt(N k) where the k-th is the first inside the target and -1/N where
@@ -44,11 +44,11 @@ class AepoConfig(GroundingParts, VlmConfig):
     """An AEPO run."""
 
     rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms besides `point`."""
+    """Reward terms in addition to `point`."""
     accuracy_reward: str = FIRST_CORRECT
-    """Reward term whose value 1 counts as a right answer in evaluations: the first point is inside."""
+    """Reward term used to score correctness in evaluations (1 = correct): the first point is inside the target."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="aepo"))
-    """Optimised objective; the default is RLOO with clip 0.2/0.4, dual clip 3, no KL, means of response means."""
+    """Objective to optimise. Default: RLOO with clip 0.2/0.4, dual clip 3, no KL, mean of response means."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -62,7 +62,7 @@ class AepoConfig(GroundingParts, VlmConfig):
 
 
 class AepoRecipe(VlmRecipe):
-    """Asks about screens, pays for exploring, and logs by kind of instruction which groups have no signal."""
+    """Asks about screens, rewards exploration, and logs by kind of instruction which groups have no signal."""
 
     config: AepoConfig
 
@@ -70,7 +70,7 @@ class AepoRecipe(VlmRecipe):
         super().__init__(config.scored(), Screens(config))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Compute advantages; also logs the fraction of groups with equal rewards, by kind of instruction."""
+        """Compute advantages; also log the fraction of groups with equal rewards, by kind of instruction."""
         kinds = [str(task.columns.get(KIND, "")) for task in VlmPayload.of(rollouts).tasks]
         self.noted |= no_signal(rollouts, kinds)
         return super().advantages(rollouts, accelerator, step)
@@ -91,4 +91,4 @@ def no_signal(rollouts: Rollouts, kinds: list[str]) -> dict[str, Metric]:
 
 
 SAME = 1e-6
-"""Rewards closer than this to their mean are equal; the smallest step of the reward is far larger."""
+"""Rewards closer than this to their mean count as equal; the smallest step of the reward is far larger."""

@@ -1,4 +1,4 @@
-"""Points in a model's answer: how they are written, and two parsers that never raise.
+"""Points in a model's response: how they are written, and two parsers that never raise.
 
 `reference` is exactly the rule of InfiGUI-G1's public reward; `robust` also reads the formats of other models. Neither
 guesses the meaning of a number from its size: the coordinate space is the caller's.
@@ -23,22 +23,22 @@ from mmrl.rewards.reward_loading import load_function
 LOGGER = logging.getLogger("mmrl")
 THINK, END_THINK = "<think>", "</think>"
 LONGEST = 100_000
-"""Characters of an answer that `robust` reads; no sampler gives more."""
+"""Maximum characters of a response that `robust` reads; no sampler produces more."""
 MOST_SPANS = 256
-"""Bracketed parts of an answer that `robust` tries."""
+"""Maximum number of bracketed parts of a response that `robust` tries."""
 
 
 @dataclass(frozen=True)
 class ParsedPoints:
-    """The points of one answer, in the order in which the model prefers them."""
+    """The points of one response, in the model's order of preference."""
 
     points: tuple[Any, ...] = ()
     """Pairs of numbers in the model's space; after `reference` a pair may hold any JSON value."""
     kind: str = ""
-    """Form of the points: a key of an object (point_2d, bbox_2d, coordinate), pairs, or one of `TEXT_FORMS`; empty
+    """Format of the points: a key of an object (point_2d, bbox_2d, coordinate), pairs, or one of `TEXT_FORMS`; empty
     without points."""
     error: str = ""
-    """Key of `ANSWER_ERRORS`; empty for a usable answer."""
+    """Key of `ANSWER_ERRORS`; empty for a usable response."""
 
     @property
     def ok(self) -> bool:
@@ -47,7 +47,7 @@ class ParsedPoints:
 
 
 def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max_answers: int = 0) -> ParsedPoints:
-    """Read the points of an answer.
+    """Read the points of a response.
 
     Args:
         text: the decoded answer.
@@ -68,7 +68,7 @@ def parse_answer(text: str, mode: str = "robust", *, no_think: bool = False, max
         found = PARSERS[mode](text, no_think)
     else:
         hint = did_you_mean(mode, PARSERS)
-        raise UserError(f"unknown parser '{mode}'; {hint}there are: {', '.join(PARSERS)}, or a module:function")
+        raise UserError(f"unknown parser '{mode}'; {hint}available: {', '.join(PARSERS)}, or a module:function")
     if max_answers and len(found.points) > max_answers:
         return ParsedPoints(error="too_many")
     return found
@@ -95,11 +95,11 @@ def _function_answer(text: str, name: str) -> ParsedPoints:
 @functools.cache
 def _warn_of_function(name: str, kind: str, message: str) -> None:
     """Say once that a function raised something that means a mistake in it."""
-    LOGGER.warning("%s raised %s: %s; such answers count as unreadable", name, kind, message)
+    LOGGER.warning("%s raised %s: %s; such responses count as unreadable", name, kind, message)
 
 
 def without_think(text: str, asked: bool = False) -> bool:
-    """Whether an answer is read as one without a think block: none was `asked` for, and it does not begin with one.
+    """Whether to read a response without a think block: none was `asked` for, and it does not begin with one.
 
     A model that thinks unasked, as where its chat template opens the block, is read behind its thought.
     """
@@ -126,7 +126,7 @@ def answer_tokens(labels: Sequence[str]) -> tuple[str, ...]:
 
 
 def split_think(text: str) -> str | None:
-    """The text after the single think block that opens an answer; None if the block is malformed or missing.
+    """The text after the single think block that opens a response; None if the block is malformed or missing.
 
     Source: InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`extract_think_format`).
     """
@@ -264,7 +264,7 @@ def _numbers(value: Any, count: int) -> tuple[float, ...] | None:
 
 
 KEYS = {"point_2d": 2, "coordinate": 2, "bbox_2d": 4}
-"""Keys of an object that hold a point or a box, and their number of values."""
+"""Object keys that contain a point or a box, and their number of values."""
 
 GAP = r"\s{0,4}"
 NUMBER = r"([-+]?\d{1,9}(?:\.\d{1,9})?)"
@@ -279,18 +279,18 @@ TEXT_FORMS: dict[str, re.Pattern[str]] = {
     ),
     "pair": re.compile(PAIR),
 }
-"""Points outside of JSON, tried in this order, a box as its middle: UI-TARS (point, start_box), the box tokens of
-OS-Atlas and Qwen2-VL, which decoding may leave out, pyautogui, and (x, y)."""
+"""Points outside of JSON, tried in this order, a box as its centre: UI-TARS (point, start_box), the box tokens of
+OS-Atlas and Qwen2-VL (which decoding may drop), pyautogui, and (x, y)."""
 
 PARSERS: dict[str, Callable[[str, bool], ParsedPoints]] = {"reference": _reference, "robust": _robust}
 
 ANSWER_ERRORS: dict[str, str] = {
     "no_think": "The think block is missing, not at the start, repeated, blank or never closed.",
-    "empty": "The answer is an empty list.",
-    "not_json": "There is no bracketed list that is JSON.",
+    "empty": "The response is an empty list.",
+    "not_json": "There is no bracketed list in valid JSON.",
     "wrong_shape": "A list was found, but an item is not a point or box of numbers.",
     "non_finite": "A coordinate is NaN or infinite.",
     "function": "The function that reads points raised an exception.",
     "too_many": "There are more points than max_answers.",
-    "refusal": "All coordinates are negative: the model says that the element is not on the screen.",
+    "refusal": "All coordinates are negative, which means that the model considers the element absent.",
 }

@@ -1,4 +1,4 @@
-"""Meaning of the four numbers of a box, and a test of it on all boxes of a file."""
+"""Meaning of the four numbers of a box, tested on all boxes of a file."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import TypeAlias
 from mmrl.gui.grounding.coords import Box, Size
 
 ENOUGH = 0.995
-"""Fraction of boxes that must have an area and be inside their image under the declared convention."""
+"""Minimum fraction of boxes that must have an area and be inside their image under the declared convention."""
 MANY = 0.9
-"""Smaller shares are more than a few bad boxes."""
+"""Below this fraction, there are more than a few bad boxes."""
 CHANCE = 1e-6
 """Maximum probability at which boxes of wide images all below 1000 pixels still count as chance."""
 FEW = 0.05
-"""Smaller shares of boxes in another convention are bad boxes, unless their unit shows."""
+"""Below this fraction, boxes in another convention count as bad boxes, unless their unit is evident."""
 SCALED = 1.4
-"""Least ratio of screens to the part of them that boxes are in, at which these may be in CSS pixels."""
+"""Minimum ratio of the screen size to the area that boxes occupy at which the boxes may be in CSS pixels."""
 NAMED = 5
-"""Rows that a message names."""
+"""Maximum number of rows listed in a message."""
 VERDICTS = {
     "mixed": "rows follow different conventions",
     "right": "the declared convention is right",
@@ -63,26 +63,25 @@ FormedBox: TypeAlias = "tuple[Sequence[float], BoxForm, Size]"
 
 @dataclass(frozen=True)
 class Convention:
-    """Numbers of boxes that fit the declared meaning of their coordinates, and that fit another one."""
+    """How many boxes fit the declared meaning of their coordinates, and how many fit another one."""
 
     declared: BoxForm
     fits: float
     """Fraction of boxes with a positive area inside the image, as declared."""
     other: BoxForm
     other_fits: float
-    """The same under the other convention."""
+    """Fraction of boxes with a positive area inside the image, under the other convention."""
     in_unit_range: float
     """Fraction of boxes whose numbers are all between 0 and 1."""
     boxes: int
     in_thousandths: float = 0.0
     """Fraction of boxes that fit as left, top, right and bottom in thousandths."""
     chance_below_1000: float = 1.0
-    """Probability that no edge of boxes in pixels, which are anywhere in their images, is beyond 1000 pixels; 1 where
-    one is."""
+    """Probability that, by chance, no box edge in pixels is beyond 1000; 1 if an edge is."""
     mixed: str = ""
-    """Rows of the table that contradict the others, and how; empty if none does."""
+    """Rows that contradict the others, and how; empty if none does."""
     reach: float = 1.0
-    """Largest share of a side of its image that a right or lower edge is at."""
+    """Largest relative position of a right or lower edge within its image."""
 
     @property
     def verdict(self) -> str:
@@ -102,7 +101,7 @@ class Convention:
 
     @property
     def sentence(self) -> str:
-        """The verdict in a line."""
+        """The verdict in one line."""
         if self.mixed:
             return f"{VERDICTS['mixed']}: {self.mixed}"
         if self._units_are_wrong:
@@ -116,7 +115,7 @@ class Convention:
 
     @property
     def doubt(self) -> str:
-        """A question about boxes in pixels that all are in the upper left of their screens; empty without one."""
+        """A question if all boxes in pixels are in the upper left of their screens; empty otherwise."""
         if self.declared.is_relative or self.verdict in ("mixed", "wrong", "thousandths") or self.reach <= 0:
             return ""
         # the reach is a maximum over boxes, so its chance falls with the power of their number
@@ -124,8 +123,8 @@ class Convention:
         if 1 / self.reach < SCALED or self.reach ** (2 * self.boxes) > CHANCE:
             return ""
         return (
-            f"no box of {self.boxes} goes beyond {self.reach:.0%} of its screen: are they in CSS pixels of screens "
-            f"with a device pixel ratio of {1 / self.reach:.1f}? Multiply them by the ratio"
+            f"none of {self.boxes} boxes extends beyond {self.reach:.0%} of its screen: are they in CSS pixels of "
+            f"screens with a device pixel ratio of {1 / self.reach:.1f}? Multiply them by the ratio"
         )
 
     @property
@@ -136,7 +135,7 @@ class Convention:
 def fit_convention(
     declared: BoxForm, boxes: Sequence[FormedBox], places: Sequence[str] | None = None
 ) -> Convention | None:
-    """Count how many boxes fit the declared meaning of their numbers and how many another one.
+    """Count how many boxes fit the declared meaning of their numbers and how many fit another one.
 
     Args:
         declared: meaning of the boxes of a file.

@@ -1,4 +1,4 @@
-"""Coordinate spaces of models and data sets, and the one resize between them.
+"""Coordinate spaces of models and datasets, and the one resize between them.
 
 Boxes and points are kept in pixels of the original image. They are converted at two edges only: where a prompt or a
 training answer is written, and where a model's answer is read.
@@ -72,8 +72,8 @@ class Resize:
     max_pixels: int | None = bounded(None, at_least=1)
     """Maximum area in pixels. Default: 16384 factor^2."""
     shrink_to: int | None = bounded(None, at_least=1)
-    """Larger images are first scaled to this area with sides rounded to whole pixels, as InfiGUI-G1's evaluation does
-    (5600 * 784); empty: not."""
+    """Larger images are first scaled to this area with sides rounded to whole pixels, as in InfiGUI-G1's evaluation
+    (5600 * 784). Default: no scaling."""
 
     def model_wh(self, original_wh: Size) -> Size:
         """Width and height in pixels that the model sees.
@@ -99,25 +99,25 @@ class Resize:
 
 
 def pointing_families() -> dict[str, VlmFamily]:
-    """Families of models whose points are known, by transformers' `model_type`."""
+    """Model families whose point format is known, by transformers' `model_type`."""
     from mmrl.vlm.families.family import known_families
 
     return {name: family for name, family in known_families().items() if family.points}
 
 
 def coordinate_space(name: str) -> CoordinateSpace:
-    """The space of a name; raises UserError for an unknown one."""
+    """The space with a given name; raises UserError for an unknown name."""
     try:
         return CoordinateSpace(name)
     except ValueError:
         known = ", ".join(space.value for space in CoordinateSpace)
-        raise UserError(f"unknown coordinate space {name!r}; there are: {known}") from None
+        raise UserError(f"unknown coordinate space {name!r}; available: {known}") from None
 
 
 def smart_resize(
     height: int, width: int, factor: int, min_pixels: int | None = None, max_pixels: int | None = None
 ) -> tuple[int, int]:
-    """Sides after the resize of qwen-vl-utils: multiples of `factor`, an area within bounds, about the same ratio.
+    """Sides after qwen-vl-utils' resize: multiples of `factor`, an area within bounds, about the same aspect ratio.
 
     The copy in transformers differs on slivers and has a smaller default area, so images are resized here and its
     processors find nothing left to do.
@@ -150,8 +150,8 @@ def smart_resize(
         new_height, new_width = (math.ceil(side * grow / factor) * factor for side in (height, width))
     if min(new_height, new_width) < 1:
         raise ValueError(
-            f"an image of {width} x {height} pixels has no {factor}-pixel side left within max_pixels={highest}; "
-            "raise max_pixels or cut the image"
+            f"an image of {width} x {height} pixels would have a side below {factor} pixels within "
+            f"max_pixels={highest}; raise max_pixels or crop the image"
         )
     return new_height, new_width
 
@@ -162,11 +162,11 @@ def _check_sides(height: int, width: int, lowest: int, highest: int) -> None:
     if lowest > highest:
         raise ValueError(f"min_pixels={lowest} is above max_pixels={highest}")
     if max(height, width) > MAX_RATIO * min(height, width):
-        raise ValueError(f"the image is {width} x {height} pixels; the long side may be {MAX_RATIO} short sides")
+        raise ValueError(f"the image is {width} x {height} pixels; the aspect ratio must be at most {MAX_RATIO}")
 
 
 def to_original(point: Point, space: CoordinateSpace, original_wh: Size, model_wh: Size | None = None) -> Point:
-    """A model's point in pixels of the original image; nothing is clipped, outside stays outside.
+    """A model's point in pixels of the original image; points are not clipped.
 
     Args:
         point: the two numbers of the answer in their order.
@@ -202,7 +202,7 @@ def _extent(space: CoordinateSpace, original_wh: Size, model_wh: Size | None) ->
     """Width and height of the whole image in units of the space."""
     if space is CoordinateSpace.ABS_RESIZED:
         if model_wh is None:
-            raise ValueError("points of the space abs_resized need model_wh, the size that the model saw")
+            raise ValueError("points in the space abs_resized need model_wh, the size that the model saw")
         return model_wh
     if space is CoordinateSpace.ABS_ORIGINAL:
         return original_wh
@@ -212,7 +212,7 @@ def _extent(space: CoordinateSpace, original_wh: Size, model_wh: Size | None) ->
 def clean_box(
     box: tuple[float, float, float, float], width: int, height: int, min_side: float = 2, min_visible: float = 0.5
 ) -> Box | None:
-    """A training box inside its image, or None for one that teaches nothing.
+    """A training box clipped to its image, or None if it is not usable.
 
     Opposite corners `box` may come in any order, in pixels of the original image. Benchmarks must not use it: their
     boxes are never dropped or altered.

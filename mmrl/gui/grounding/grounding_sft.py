@@ -16,10 +16,10 @@ from mmrl.vlm.vlm_config import VlmEvaluationConfig, scoring_evaluation
 
 @dataclass
 class GroundingSftConfig(GroundingParts, SftConfig):
-    """A supervised run on screens; `target_key` stays `completion`, which the answers are written to."""
+    """A supervised run on screens; `target_key` stays `completion`, the column that the answers are written to."""
 
     evaluation: VlmEvaluationConfig = field(default_factory=lambda: scoring_evaluation(accuracy_reward=FIRST_CORRECT))
-    """Evaluation; `rewards` are terms besides `point`."""
+    """Evaluation; `rewards` are terms in addition to `point`."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""

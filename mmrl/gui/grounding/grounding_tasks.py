@@ -1,4 +1,4 @@
-"""Questions about screens for a vision-language model: prompt, the one resize, and the target's columns for rewards."""
+"""Questions about screens for a vision-language model: prompt, the one resize, and the target columns for rewards."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 LOGGER = logging.getLogger("mmrl")
 
 ENOUGH_BOXES = 20
-"""Fewer boxes in another convention may be a coincidence."""
+"""With fewer boxes, another convention may be a coincidence."""
 TEMPLATE = (
     'The screen is {width} x {height} pixels. Which element is meant by "{instruction}"? Answer with a JSON list of '
     'points, the most likely first: [{{"point_2d": [x, y]}}, ...]'
@@ -57,11 +57,11 @@ THINK_PROMPT = (
 
 
 def template_fields(name: str, text: str, *, asks: bool = True) -> set[str]:
-    """Fields of a template; one that `asks` has to use the instruction. Raises UserError."""
+    """Fields of a template; if it `asks`, it must use the instruction. Raises UserError."""
     try:
         fields = {field for _, field, _, _ in string.Formatter().parse(text) if field is not None}
     except ValueError as error:
-        raise UserError(f"{name}: {error}; write {{{{ and }}}} for braces") from None
+        raise UserError(f"{name}: {error}; write {{{{ and }}}} for literal braces") from None
     if asks and "instruction" not in fields:
         raise UserError(f"{name} never uses {{instruction}}, so the question would be lost")
     return fields
@@ -72,22 +72,22 @@ class GroundingSettings:
     """Image size and coordinates of a model that finds points on screens."""
 
     family: str = choice("qwen2_5_vl", pointing_families)
-    """Family of the model, such as qwen2_5_vl or qwen3_vl; it sets the coordinate space of points and how screens are
+    """Model family, such as qwen2_5_vl or qwen3_vl; it determines the coordinate space of points and how screens are
     resized."""
     space: str = rare(choice("", lambda: ("", *CoordinateSpace)))
-    """Meaning of the two numbers of a point; empty takes the family's."""
+    """Meaning of the two numbers of a point. Default: the family's."""
     factor: int | None = rare(bounded(None, at_least=1))
-    """Sides of the resized image are multiples of it; empty: that of the family's released models."""
+    """Sides of the resized image are multiples of this. Default: the factor of the family's released models."""
     shrink_to: int | None = bounded(None, at_least=1)
-    """Screens with more pixels are first scaled to this area, as InfiGUI-G1's evaluation does; empty: not."""
+    """Screens with more pixels are first scaled to this area, as in InfiGUI-G1's evaluation. Default: no scaling."""
     template: str = TEMPLATE
-    """The question: {width} and {height} of the resized image, {instruction}, and any column of the data."""
+    """The question. It may use {width} and {height} of the resized image, {instruction}, and any data column."""
     think: bool = False
-    """Whether answers start with a think block; a wrong block is a wrong format."""
+    """Whether responses start with a think block; a malformed block counts as a wrong format."""
     think_prompt: str = rare(THINK_PROMPT)
-    """System turn of questions that ask for a think block; `data.system_prompt` goes first."""
+    """System turn for questions that ask for a think block; it follows `data.system_prompt`."""
     seen: list[str] = rare(field(default_factory=list))
-    """Sets of `eval_data` that may be the file of training, to measure learning on it."""
+    """Splits of `eval_data` that may use the training file, to measure accuracy on training data."""
 
     def validate(self) -> None:
         """Check the template; raises UserError."""
@@ -95,7 +95,7 @@ class GroundingSettings:
 
     @property
     def point_space(self) -> CoordinateSpace:
-        """The space of the model's points."""
+        """The coordinate space of the model's points."""
         return coordinate_space(self.space or pointing_families()[self.family].points)
 
     def resize(self, model: ModelConfig) -> Resize:
@@ -107,7 +107,9 @@ class GroundingSettings:
 def sample_of(task: VlmTask) -> GroundingSample:
     """The screen, instruction and target of a task whose columns are those of `mmrl.gui.grounding.samples`."""
     if len(task.images) != 1:
-        raise TaskError("bad_screen", task.id, f"a grounding question has one image, found {len(task.images)}")
+        raise TaskError(
+            "bad_screen", task.id, f"a grounding question needs exactly one image, found {len(task.images)}"
+        )
     try:
         target = target_of(task.columns)
     except (TypeError, ValueError) as error:
@@ -135,7 +137,7 @@ def _size(task: VlmTask) -> Size:
     if given is not None and (int(given[0]), int(given[1])) != size:
         swapped = " (the sides are swapped: width comes first)" if (int(given[1]), int(given[0])) == size else ""
         stated, found = (f"{width} x {height}" for width, height in (given, size))
-        raise TaskError("wrong_size", task.id, f"original_wh is {stated}, the image {found} pixels{swapped}")
+        raise TaskError("wrong_size", task.id, f"original_wh is {stated}, but the image has {found} pixels{swapped}")
     return size
 
 
@@ -175,7 +177,7 @@ def _question(sample: GroundingSample, settings: GroundingSettings) -> str:
         return settings.template.format(**known)
     except (KeyError, IndexError) as error:
         raise UserError(
-            f"grounding.template names {error}; it may use width, height, instruction and the columns "
+            f"grounding.template contains {error}; it may use width, height, instruction and the columns "
             f"{', '.join(sorted(sample.meta)) or '(none)'}"
         ) from None
 
@@ -189,20 +191,20 @@ def _system(task: VlmTask, settings: GroundingSettings) -> list[dict[str, Any]]:
 
 @dataclass
 class WrittenTasks:
-    """The questions of a data set, and everything that is wrong with its rows."""
+    """The questions of a dataset, and all problems with its rows."""
 
     tasks: list[VlmTask]
-    """Questions that can be asked; those of training with clipped boxes."""
+    """Usable questions; training questions have clipped boxes."""
     bad: list[BadRowError]
     """Rows that cannot be asked about."""
     dropped: list[TaskError]
-    """Rows that training leaves out for their box."""
+    """Rows that training skips because of their box."""
     convention: Convention | None
     """Test of the boxes of all rows; None without boxes."""
 
     @property
     def refusal(self) -> str:
-        """Why no run may use the data set: its first bad row, or the convention of its boxes; empty if it may."""
+        """Why no run can use the dataset: its first bad row, or the convention of its boxes; empty if it is usable."""
         if self.bad:
             return str(self.bad[0])
         found = self.convention
@@ -214,7 +216,7 @@ class WrittenTasks:
 
     @property
     def doubts(self) -> list[str]:
-        """Warnings about a data set that can still be used."""
+        """Warnings about a dataset that can still be used."""
         found = self.convention
         if found is None or self.refusal:
             return []
@@ -225,7 +227,7 @@ class WrittenTasks:
 def write_tasks(
     tasks: Sequence[VlmTask], settings: GroundingSettings, resize: Resize, *, training: bool
 ) -> WrittenTasks:
-    """Write the questions of a data set, as runs and `mmrl gui validate` read it; raises nothing for a row."""
+    """Write the questions of a dataset, as runs and `mmrl gui validate` read it; never raises for a row."""
     written = LoadedTasks(on_bad_row="skip")
     written.take(tasks, lambda task: grounding_task(task, settings, resize))
     found = WrittenTasks([], written.problems, [], convention_of(written.tasks))
@@ -239,7 +241,7 @@ def write_tasks(
 
 
 def prepare_tasks(loaded: LoadedTasks, settings: GroundingSettings, resize: Resize, *, training: bool) -> LoadedTasks:
-    """Write the questions of a data set; raises UserError for a bad row and for boxes in another convention."""
+    """Write the questions of a dataset; raises UserError for a bad row and for boxes in another convention."""
     written = write_tasks(loaded.tasks, settings, resize, training=training)
     if written.refusal:
         raise UserError(written.refusal)
@@ -254,15 +256,17 @@ def prepare_tasks(loaded: LoadedTasks, settings: GroundingSettings, resize: Resi
 
 
 def check_held_out(data: DataConfig, eval_data: Mapping[str, DataConfig], seen: Sequence[str]) -> None:
-    """Refuse held-out screens that are the file of training, unless they are marked as seen; raises UserError."""
+    """Reject held-out screens from the training file, unless they are marked as seen; raises UserError."""
     unknown = [name for name in seen if name not in eval_data]
     if unknown:
-        raise UserError(f"grounding.seen names {unknown[0]!r}; the sets of eval_data are: {', '.join(eval_data)}")
+        raise UserError(
+            f"grounding.seen contains {unknown[0]!r}, which is not a split of eval_data; splits: {', '.join(eval_data)}"
+        )
     for name, held_out in eval_data.items():
         if name not in seen and _place(held_out) == _place(data):
             raise UserError(
-                f"eval_data.{name}.path is {held_out.path}, which is also trained on; give another file or split, or "
-                f"say that it is meant (grounding.seen: [{name}])"
+                f"eval_data.{name}.path is {held_out.path}, which is also the training file; use another file or "
+                f"split, or confirm that this is intended (grounding.seen: [{name}])"
             )
 
 
@@ -273,7 +277,7 @@ def _place(data: DataConfig) -> tuple[object, ...]:
 
 
 def convention_of(tasks: Sequence[VlmTask]) -> Convention | None:
-    """Test whether boxes are corners in pixels of their images, as far as all of them together show it."""
+    """Test whether boxes are corners in pixels of their images, as far as the whole set shows it."""
     boxes: list[FormedBox] = []
     places: list[str] = []
     for task in tasks:
@@ -299,26 +303,26 @@ def _cleaned(task: VlmTask, settings: GroundingSettings) -> VlmTask | None:
 
 @dataclass
 class GroundingParts:
-    """Options of recipes that ask about screens; to be inherited before the configuration of the recipe."""
+    """Options of recipes that ask about screens; inherit from it before the configuration of the recipe."""
 
     grounding: GroundingSettings = field(default_factory=GroundingSettings)
     """Image size and coordinates of the model."""
     answer: AnswerRules = field(default_factory=AnswerRules)
-    """Required form of an answer and its reward: `point`, with its parts at weight 0."""
+    """Required format of a response and its reward: `point`, with its parts at weight 0."""
 
     def check_screens(self) -> None:
-        """Refuse options of videos, which screens do not have, and training on held-out screens; raises ValueError."""
+        """Reject video options, which screens do not have, and training on held-out screens; raises ValueError."""
         config: Any = self
         check_held_out(config.data, config.eval_data, config.grounding.seen)
         for data in (config.data, *config.eval_data.values()):
             if data.video != VideoOptions():
-                raise ValueError("data.video is set, but a grounding question has one image and no video; leave it out")
+                raise ValueError("data.video is set, but a grounding question has one image and no video; remove it")
 
 
 FIRST_CORRECT = "first_correct"
-"""Reward term that counts as a right answer: the first point is inside the target."""
+"""Reward term used to score correctness: the first point is inside the target."""
 BROKEN_DOWN = ("has_correct", "num_pred", "wrong_format")
-"""Parts of the reward that evaluations also show by kind of instruction."""
+"""Parts of the reward that evaluations also report by kind of instruction."""
 
 
 class Screens(Questions):
@@ -340,7 +344,7 @@ class Screens(Questions):
         return prepare_tasks(loaded, self.settings, self.settings.resize(self.model), training=training)
 
     def draw(self, task: VlmTask, text: str, right: bool) -> Image:
-        """The screen of a question with its target and the points of an answer."""
+        """The screen of a question with its target and the points of a response."""
         needs, image = task.columns["grounding"], cast(Any, task.images[0])
         sample = GroundingSample(image, needs["original_wh"], "", target_of(needs), model_wh=needs["model_wh"])
         settings = self.settings
@@ -352,9 +356,9 @@ class Screens(Questions):
 
 
 GROUNDING_ERRORS: dict[str, str] = {
-    "bad_screen": "A grounding question has not exactly one image.",
-    "bad_target": "A row has no target, several, or one of another shape.",
-    "wrong_size": "The column original_wh is not the size of the image.",
+    "bad_screen": "A grounding question does not have exactly one image.",
+    "bad_target": "A row has no target, several targets, or one of the wrong shape.",
+    "wrong_size": "The column original_wh does not match the size of the image.",
     "unusable_box": "The box has a side below 2 pixels, or less than half of it is on screen.",
 }
-"""Kinds of `TaskError` and of dropped rows that screens add."""
+"""Additional kinds of `TaskError` and of dropped rows for screens."""

@@ -1,4 +1,4 @@
-"""Rewards of grounding answers with one or several points: AEPO's, naive RLVR's and a binary one.
+"""Rewards for grounding responses with one or several points: AEPO's, naive RLVR's and a binary one.
 
 AEPO's efficiency reward is utility over cost: +1 where one of N answers is inside the target and -1 where none is,
 over the geometric mean of N proposals and k verifications (k is the rank of the first answer inside, N on failure).
@@ -29,48 +29,49 @@ COLLINEAR_SCOPES = ("total", "accuracy")
 
 @dataclass
 class AnswerRules:
-    """Format and reward of answers."""
+    """Format and reward of responses."""
 
     accuracy: str = choice("adaptive", lambda: ACCURACIES)
-    """adaptive: 1/sqrt(N k), or -1/N; any: 1 where any answer is inside, else -1; first: 1 where the first is, else
-    -1."""
+    """adaptive: 1/sqrt(N k), or -1/N; any: 1 if any point is inside the target, otherwise -1; first: 1 if the first
+    point is inside, otherwise -1."""
     parser: str = choice("reference", lambda: PARSERS, or_function=True)
-    """reference (the public code's), or robust, which reads more formats and rewards broken JSON; a `module:function`
-    gets the answer without its thinking and returns its points."""
+    """reference (the public code's), or robust, which reads more formats and also rewards broken JSON. A
+    `module:function` gets the response without its thinking and returns its points."""
     collinear_scope: str = rare(choice("total", COLLINEAR_SCOPES))
-    """Penalty of three points on a line: total, the whole score is -1; accuracy, the format is still rewarded."""
+    """Penalty for three points on a line. total: the whole score is -1; accuracy: the format is still rewarded."""
     collinear_tol_px: float = rare(bounded(0.0, at_least=0))
-    """Three points are on a line where the height of their triangle is below this, in pixels of the original image; 0
-    is the exact test on the numbers as written, which a jitter of a pixel evades."""
+    """Three points are on a line if the height of their triangle is below this, in pixels of the original image. 0
+    tests the numbers as written exactly, which a jitter of one pixel evades."""
     max_answers: int = bounded(0, at_least=0)
-    """More answers are a wrong format; 0 is no limit, which rewards a model for guessing on."""
+    """Maximum number of points; more count as a wrong format. 0 means no limit, which rewards a model for guessing
+    on."""
     dedupe_px: float = rare(bounded(0.0, at_least=0))
-    """Answers within this of an earlier one, in pixels of the original image, do not count; 0 counts every one, which
-    rewards repeating a wrong point."""
+    """Points within this distance of an earlier one, in pixels of the original image, are ignored. 0 counts every
+    point, which rewards repeating a wrong point."""
     empty_is_malformed: bool = rare(False)
-    """Whether an empty list is a wrong format, instead of a miss that costs nothing."""
+    """Whether an empty list counts as a wrong format instead of a miss without a penalty."""
 
 
 @dataclass(frozen=True)
 class PointScore:
-    """The score of one answer and its parts."""
+    """The score of one response and its parts."""
 
     score: float
     """format + accuracy, or -1."""
     format: float
-    """1, or 0 for an answer in a wrong format or with three points on a line."""
+    """1, or 0 for a response in a wrong format or with three points on a line."""
     accuracy: float
     """-1 to 1."""
     num_pred: int = 0
-    """Answers N; 0 in a wrong format."""
+    """Number of points N; 0 in a wrong format."""
     has_correct: int = 0
-    """1 if any answer is inside the target."""
+    """1 if any point is inside the target."""
     first_correct: int = 0
-    """1 if the first answer is."""
+    """1 if the first point is inside the target."""
     only_correct: int = 0
-    """1 if there is a single answer and it is."""
+    """1 if there is a single point and it is inside the target."""
     is_collinear: int = 0
-    """1 if three answers are on a line."""
+    """1 if three points are on a line."""
     wrong_format: int = 0
     """1 if no list of points could be read."""
 
@@ -93,7 +94,7 @@ def point_reward(
     dedupe_px: float = 0.0,
     empty_is_malformed: bool = False,
 ) -> list[float]:
-    """Score answers that point at an element of a screen; see `AnswerRules` for the options.
+    """Score responses that point at an element of a screen; see `AnswerRules` for the options.
 
     Args:
         prompts: Not used.
@@ -144,7 +145,7 @@ def score_answer(
     *,
     no_think: bool = False,
 ) -> PointScore:
-    """Score one answer, given its target in pixels of the original image; never raises for any text.
+    """Score one response, given its target in pixels of the original image; never raises for any text.
 
     `locate` maps a point of the answer to such pixels; with `no_think` the answer has no think block.
 
@@ -191,7 +192,7 @@ def _score(text: str, target: Target, rules: AnswerRules, locate: Callable[[Any]
 
 
 def adaptive_accuracy(answers: int, rank: int) -> float:
-    """1/sqrt(N k) if the answer of rank k is the first inside, -1/N if none is; -1 without answers.
+    """1/sqrt(N k) if the point of rank k is the first inside, -1/N if none is; -1 without points.
 
     Source: AEPO, arXiv 2508.05731; InfiXAI/InfiGUI-G1 recipe/infigui-g1/reward_fn.py (`_accuracy_reward`).
     """
@@ -224,4 +225,4 @@ ACCURACIES: dict[str, Callable[[int, int], float]] = {
     "any": lambda answers, rank: 1.0 if rank else -1.0,
     "first": lambda answers, rank: 1.0 if rank == 1 else -1.0,
 }
-"""(answers N, rank k of the first inside, or 0) -> accuracy."""
+"""(points N, rank k of the first inside, or 0) -> accuracy."""

@@ -63,7 +63,7 @@ def _on_segment(point: Point, start: Point, end: Point) -> bool:
 
 @dataclass(frozen=True)
 class Refusal:
-    """The element is not on the screen; the right answer is [-1, -1]."""
+    """The element is not on the screen; the correct answer is [-1, -1]."""
 
     def contains(self, point: Point) -> bool:
         """Whether both coordinates are negative."""
@@ -107,7 +107,7 @@ class GroundingSample:
     """Further columns: kind of instruction, platform, seed."""
 
     def fitted(self, resize: Resize) -> GroundingSample:
-        """The same sample with the size that a model sees; raises ValueError for a shape that cannot be used."""
+        """The same sample with the size that a model sees; raises ValueError for an unusable shape."""
         return replace(self, model_wh=resize.model_wh(self.original_wh))
 
     def load_image(self) -> Image.Image:
@@ -119,7 +119,7 @@ class GroundingSample:
         # coordinates of a sample are pixels of exactly this size
         if image.size != tuple(self.original_wh):
             found, expected = (f"{w} x {h}" for w, h in (image.size, self.original_wh))
-            raise ValueError(f"{self._name}: the image is {found} pixels, its sample says {expected}")
+            raise ValueError(f"{self._name}: the image has {found} pixels, but its sample says {expected}")
         return image
 
     def model_image(self) -> Image.Image:
@@ -147,7 +147,7 @@ ROTATED = (5, 6, 7, 8)
 
 
 def target_of(row: Mapping[str, Any]) -> Target:
-    """The target of a row, in pixels of the original image; raises ValueError where it is not exactly one."""
+    """The target of a row, in pixels of the original image; raises ValueError unless there is exactly one."""
     # data sets fill absent cells with null, and refusal with false
     given = [name for name in TARGET_COLUMNS if row.get(name) not in (None, False)]
     if len(given) != 1:
@@ -178,7 +178,7 @@ def sample_row(sample: GroundingSample) -> dict[str, Any]:
         case Refusal():
             columns["refusal"] = True
         case other:
-            raise ValueError(f"no column holds the target {other}")
+            raise ValueError(f"no column can hold the target {other}")
     return {**sample.meta, **columns}
 
 
@@ -186,7 +186,7 @@ def write_samples(path: str | Path, samples: Iterable[GroundingSample]) -> Path:
     """Write samples as JSON lines, and their images as PNG files in a folder next to it."""
     path = Path(path)
     if path.suffix != ".jsonl":
-        raise UserError(f"screens are written to a .jsonl file, with a folder of images next to it; got {path}")
+        raise UserError(f"screens are written to a .jsonl file, with an image folder next to it; got {path}")
     path.parent.mkdir(parents=True, exist_ok=True)
     folder = path.with_name(f"{path.stem}-images")
     # written under another name and moved when complete
@@ -219,11 +219,11 @@ def _upright_size(image: Image.Image) -> Size:
 
 
 def _box(value: Any) -> Box:
-    return Box(*_numbers(value, 4, "a box has 4 finite numbers [x1, y1, x2, y2]"))
+    return Box(*_numbers(value, 4, "a box needs 4 finite numbers [x1, y1, x2, y2]"))
 
 
 def _pair(value: Any) -> Point:
-    x, y = _numbers(value, 2, "a corner has 2 finite numbers [x, y]")
+    x, y = _numbers(value, 2, "a corner needs 2 finite numbers [x, y]")
     return x, y
 
 

@@ -1,4 +1,4 @@
-"""Generated pages drawn by Pillow: the contents, themes and instructions of `mmrl.gui.toy.pages` without a browser.
+"""Generated pages drawn with Pillow: the contents, themes and instructions of `mmrl.gui.toy.pages` without a browser.
 
 For tests and machines without Chromium. Boxes are exact, and words, themes and templates are split as for the browser's
 screens; Pillow cannot render the vector icons, so every control shows its label.
@@ -44,7 +44,7 @@ class _Sheet:
         return round(self.draw.textlength(text, self.font)) + 4 * self.pad + 4
 
     def control(self, control: Control, left: int, top: int, row: str = "") -> int:
-        """Draw a button or link if it fits; returns its right edge in any case."""
+        """Draw a button or link if it fits; returns its right edge either way."""
         theme, primary = self.page.theme, control.look == "primary"
         box = (left, top, left + self.width_of(control.label), top + self.height)
         if self._fits(box):
@@ -175,7 +175,7 @@ def page_samples(
 
 
 def build_pages(path: str | Path, *, count: int = 1000, seed: int = 0, split: str = "train", **options: object) -> Path:
-    """Write `page_samples` as JSON lines with PNG images beside them."""
+    """Write `page_samples` as JSON lines, with PNG images next to them."""
     return write_samples(path, page_samples(count, seed=seed, split=split, **options))  # type: ignore[arg-type]
 
 
@@ -220,4 +220,4 @@ ENTRIES = {"text": ("input", "textbox"), "select": ("select", "combobox"), "box"
 """Kind of field to tag and role."""
 
 TEMPLATES: dict[str, tuple[Callable[[_Sheet], None], ...]] = {"train": (_bar, _form), "test": (_side, _columns)}
-"""Page templates by split; no template is in both."""
+"""Page templates by split; no template is in both splits."""

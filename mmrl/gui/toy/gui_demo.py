@@ -1,4 +1,4 @@
-"""The screens demonstration: home screens drawn by a browser, a supervised start, AEPO, and an agent with videos."""
+"""The screens demo: home screens drawn by a browser, a supervised warm start, AEPO, and an agent with videos."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
     agent = finish_run(CONFIGS / "launcher_clone.yaml", output_dir / "agent", [start, seeded])
     report = write_report(aepo, chain=[sft])
     return [
-        "accuracy on held-out screens in per cent, by kind of instruction",
+        "accuracy on held-out screens in percent, by kind of instruction",
         *part_lines([sft, aepo]),
         "an agent on live screens, success on held-out tasks",
         *part_lines([agent]),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Color: TypeAlias = tuple[int, int, int]
 
 OVERSAMPLING = 4
-"""Icons are drawn this many times larger and reduced, which smooths their edges."""
+"""Icons are drawn this many times larger and then reduced, which smooths their edges."""
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,9 @@ class Icon:
     """One kind of icon."""
 
     functions: tuple[str, ...]
-    """Its function, in words that do not name it; the last one is for test vocabularies."""
+    """Its function, in words that do not name the icon; the last phrase is for test vocabularies."""
     taken_for: str
-    """The icon that its function is easily attributed to."""
+    """The icon whose function is easily confused with this one's."""
     color: Color
     """Its colour on coloured screens."""
     draw: Callable[[Pen], None]
@@ -169,11 +169,11 @@ ICONS: dict[str, Icon] = {
 KINDS = ("name", "function")
 """Kinds of instruction."""
 ASKS = ("one", "some")
-"""Whether a question asks for one point or for any number of points; the column `ask`."""
+"""Whether a question asks for one point or for any number of points (column `ask`)."""
 LIST = "everything"
 """The question whose worked answer lists every icon with its name and position."""
 VOCAB_SIZE = 600
-"""Enough for each word of the questions to be one token."""
+"""Large enough for each word of the questions to be one token."""
 
 
 @dataclass(frozen=True)
@@ -189,11 +189,11 @@ class IconGrid:
     max_icon_px: int = 28
     """Maximum side of an icon."""
     jitter_px: int = 0
-    """An icon's center is shifted from that of its cell by this or not at all, in both directions."""
+    """An icon's center is shifted from the center of its cell by this or not at all, in both directions."""
     fewest_icons: int = 12
-    """Fewest icons of a screen; training on screens of a few helps to find one among many."""
+    """Minimum number of icons per screen; training on screens with few icons helps to find one among many."""
     colored: bool = True
-    """Whether each icon has its own colour on grey, or all share the colour of the screen's theme."""
+    """Give each icon its own colour on grey; otherwise all share the colour of the screen's theme."""
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,8 @@ def icon_samples(
     unknown = [kind for kind in kinds if kind not in KINDS]
     if unknown or not kinds or ask not in (*ASKS, "both"):
         raise ValueError(
-            f"kinds {list(kinds)} are of {', '.join(KINDS)}; ask {ask!r} is one of {', '.join(ASKS)}, both"
+            f"kinds is {list(kinds)}; allowed are {', '.join(KINDS)}; ask is {ask!r}; allowed are {', '.join(ASKS)}, "
+            "both"
         )
     layout = grid if isinstance(grid, IconGrid) else IconGrid(**grid)
     rng = np.random.default_rng([seed, 1])
@@ -300,7 +301,7 @@ def _function_weights(name: str, trap: float) -> dict[str, float]:
 
 
 def build_icons(path: str | Path, *, count: int = 1000, seed: int = 0, **options: Any) -> Path:
-    """Write `icon_samples` as JSON lines with PNG images beside them."""
+    """Write `icon_samples` as JSON lines, with PNG images next to them."""
     return write_samples(path, icon_samples(count, seed=seed, **options))
 
 

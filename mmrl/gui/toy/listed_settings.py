@@ -1,4 +1,4 @@
-"""Switches in tabs that a language model reads as a numbered list of controls, in a live page.
+"""Switches in tabs on a live page, which a language model reads as a numbered list of controls.
 
 The agent answers with a number, and that control is clicked. All environments of a process are frames of one page, and
 an action is one call into it, without a screenshot: milliseconds, so that a run takes minutes.
@@ -56,7 +56,7 @@ class ListedSettings:
 
     def __init__(self, wanted: int = 1, tabs: int = 3, max_steps: int = 6, browser: Browser | None = None) -> None:
         if not 1 <= tabs <= len(settings.TABS):
-            raise UserError(f"tabs is {tabs}; there are 1 to {len(settings.TABS)}")
+            raise UserError(f"tabs is {tabs}; expected 1 to {len(settings.TABS)}")
         if not 1 <= wanted <= 2 * tabs:
             raise UserError(f"wanted is {wanted}; a page with {tabs} tabs has 1 to {2 * tabs} switches")
         if max_steps < 1:
@@ -75,13 +75,13 @@ class ListedSettings:
     def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, Mapping[str, Any]]:
         """Show the page of a seed; the first observation begins with the instruction."""
         if task:
-            raise UserError(f"pages are drawn from the seed alone; the task has an entry {next(iter(task))!r}")
+            raise UserError(f"pages are drawn only from the seed, but the task has an entry {next(iter(task))!r}")
         self._case, self._steps = settings.make_switches(Random(f"switches/{seed}"), self._wanted, self._tabs - 1), 0
         self._call(BEGIN, page_html("settings", self._case, Disturbances().draw(seed)), READ)
         return Observation(f"{self._case.instruction}\n{self._listing()}"), self._facts()
 
     def step(self, action: Action) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
-        """Click a control of the list; a number that it does not have costs a step."""
+        """Click a control in the list; a number that is not in the list costs a step."""
         self._steps += 1
         index, shown = int(action.name) - 1 if action.name.isdecimal() else -1, self._shown()
         known = 0 <= index < len(shown) and not action.arguments
@@ -99,7 +99,7 @@ class ListedSettings:
         return Action(str(1 + centers.index((point["x"], point["y"]))))
 
     def close(self) -> None:
-        """Forget the page, which ends with the browser; other environments have frames in it."""
+        """Forget the page; it closes with the browser, because other environments have frames in it."""
         self._frame.forget()
 
     def _facts(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Screens of MiniWoB++ pages that one click solves, as questions of grounding, and a tiny model that reads them.
+"""Screens of MiniWoB++ pages that one click solves, as grounding questions, and a tiny model that reads them.
 
 The boxes are those of the elements that the page rewards; with `check` each is clicked once, and a sample is kept only
 where the page gives its full reward.
@@ -47,7 +47,7 @@ PAGES = {
     "focus-text-2": ("#area input", "(e, n, said) => said.includes(` ${n + 1}`)"),
     "grid-coordinate": ("circle", "(e, n, said) => said.includes(e.id)"),
 }
-"""Candidates of each page, and which of them is right."""
+"""Candidates of each page, and which of them is correct."""
 
 
 def pointing_samples(
@@ -68,7 +68,7 @@ def pointing_samples(
     """
     unknown = [name for name in pages if name not in PAGES]
     if unknown:
-        raise UserError(f"there are no pointing screens of {unknown[0]!r}; there are: {', '.join(PAGES)}")
+        raise UserError(f"there are no pointing screens for {unknown[0]!r}; available: {', '.join(PAGES)}")
     env = MiniWobEnv(MiniWobSettings(tasks=tuple(pages)))
     drawn = number = 0
     while drawn < count:
@@ -82,7 +82,7 @@ def pointing_samples(
 
 
 def build_pointing(path: str | Path, *, count: int = 1000, seed: int = 0, **options: Any) -> Path:
-    """Write `pointing_samples` as JSON lines with PNG images beside them."""
+    """Write `pointing_samples` as JSON lines, with PNG images next to them."""
     return write_samples(path, pointing_samples(count, seed=seed, **options))
 
 

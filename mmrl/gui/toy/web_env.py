@@ -1,4 +1,4 @@
-"""The suite's own tasks as environments of Gymnasium and of agents; importing this module registers them.
+"""The built-in tasks as Gymnasium and agent environments; importing this module registers them.
 
 env = WebTaskEnv(WebTaskSettings(tasks=("login",)))  # or gymnasium.make("mmrl.gui.toy.web_env:mmrl/WebLogin-v0")
 observation, info = env.reset(seed=0, options={"task": {"name": "login", "seed": 3, "sub_goals": 1}})
@@ -45,11 +45,11 @@ class WebTaskSettings(PageEnvSettings):
     """Choice of tasks, their difficulty, and random disturbances."""
 
     tasks: tuple[str, ...] = tuple(TASKS)
-    """Tasks that a reset without a name draws from; see `mmrl.gui.toy.tasks.catalogue.TASKS`."""
+    """Tasks to draw from if a reset does not name one; see `mmrl.gui.toy.tasks.catalogue.TASKS`."""
     sub_goals: int = bounded(2, at_least=1)
-    """Sub-goals of a task, unless the task sets them; at most as many as it has."""
+    """Number of sub-goals, unless the task sets it; at most as many as the task has."""
     distractors: int = bounded(2, at_least=0, at_most=3)
-    """Similar-looking alternatives to the right elements, unless the task sets them."""
+    """Number of similar-looking distractors, unless the task sets it."""
     disturbances: Disturbances = field(default_factory=Disturbances)
     """Pop-ups, mirrored layouts and slow loading, drawn from the seed of each episode."""
 
@@ -58,12 +58,12 @@ class WebTaskSettings(PageEnvSettings):
         super().validate()
         unknown = [name for name in self.tasks if name not in TASKS]
         if unknown or not self.tasks:
-            raise UserError(f"there is no task {(unknown or [''])[0]!r}; there are: {', '.join(TASKS)}")
+            raise UserError(f"unknown task {(unknown or [''])[0]!r}; available: {', '.join(TASKS)}")
         check_fields(self.disturbances, "environment.disturbances")
 
 
 class WebTaskEnv(PageEnv):
-    """The suite's own tasks.
+    """The built-in tasks.
 
     A task is {"name", "seed", "sub_goals", "distractors"}; missing entries come from the settings, and the seed of the
     case from the seed of the episode. Episodes of one task and several seeds differ by their disturbances only.
@@ -89,7 +89,7 @@ class WebTaskEnv(PageEnv):
     def _task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
         unknown = [str(key) for key in options if key not in TASK_FIELDS]
         if unknown:
-            raise UserError(f"a task has the entries {', '.join(TASK_FIELDS)}, not {unknown[0]!r}")
+            raise UserError(f"a task has no entry {unknown[0]!r}; it may have {', '.join(TASK_FIELDS)}")
         name = options.get("name") or Random(f"task/{seed}").choice(self.settings.tasks)
         most = TASKS[name].most_goals if name in TASKS else self.settings.sub_goals
         task = {"seed": seed, "sub_goals": min(self.settings.sub_goals, most), "distractors": self.settings.distractors}
@@ -109,7 +109,7 @@ class WebTaskEnv(PageEnv):
 
 
 class WebTaskAgentEnv(WebAgentEnv):
-    """The suite's own tasks as an environment of agents, with an expert."""
+    """The built-in tasks as an environment of agents, with an expert."""
 
     env: WebTaskEnv
 
@@ -119,7 +119,7 @@ class WebTaskAgentEnv(WebAgentEnv):
 
 
 def web_tasks(**settings: Any) -> WebTaskAgentEnv:
-    """The suite's own tasks for agents: `environment.factory: mmrl.gui.toy.web_env:web_tasks`."""
+    """The built-in tasks for agents: `environment.factory: mmrl.gui.toy.web_env:web_tasks`."""
     return WebTaskAgentEnv(WebTaskEnv(settings_from(WebTaskSettings, settings)))
 
 
@@ -138,7 +138,7 @@ register_environments("mmrl.gui.toy.web_env:make_web", ENVIRONMENT_IDS)
 
 
 class PointingAgentEnv(WebTaskAgentEnv):
-    """Tasks that clicks alone solve, such as those of the home screen; the first point of an answer is clicked."""
+    """Tasks that can be solved only by clicks, such as the home screen's; the first point of a response is clicked."""
 
     @property
     def actions(self) -> Mapping[str, str]:
@@ -146,7 +146,7 @@ class PointingAgentEnv(WebTaskAgentEnv):
         return {SAY: 'a JSON list of points such as [{"point_2d": [x, y]}]; the first one is clicked.'}
 
     def step(self, action: Action) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
-        """Click; an answer without a readable point is a click without arguments, which costs a step."""
+        """Click; a response without a readable point is a click without arguments, which costs a step."""
         points = parse_answer(str(action.arguments.get("text", ""))).points
         return super().step(Action("click", {"point": list(points[0])} if points else {}))
 
@@ -157,8 +157,8 @@ class PointingAgentEnv(WebTaskAgentEnv):
             return Action(SAY, {"text": answer_text([self.env.viewpoint.from_image((1, 1))], self.env.settings.space)})
         if move.name != "click":
             raise UserError(
-                f"the expert wants to {move.name}, and answers of this environment are points to click; for this task "
-                "use mmrl.gui.toy.web_env:web_tasks"
+                f"the expert's next action is {move.name}, but responses in this environment are points to click; for "
+                "this task use mmrl.gui.toy.web_env:web_tasks"
             )
         point = (move.arguments["x"], move.arguments["y"])
         return Action(SAY, {"text": answer_text([point], self.env.settings.space, [self._name_of(point)])})
@@ -170,5 +170,5 @@ class PointingAgentEnv(WebTaskAgentEnv):
 
 
 def pointing_tasks(**settings: Any) -> PointingAgentEnv:
-    """`web_tasks` with answers that are points: `environment.factory: mmrl.gui.toy.web_env:pointing_tasks`."""
+    """`web_tasks` with points as responses: `environment.factory: mmrl.gui.toy.web_env:pointing_tasks`."""
     return PointingAgentEnv(WebTaskEnv(settings_from(WebTaskSettings, settings)))

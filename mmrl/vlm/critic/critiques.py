@@ -47,7 +47,7 @@ from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.model.model_config import FrozenModelConfig
 
 MOST_ERRORS = 5
-"""Most false details in an answer, as in the paper."""
+"""Maximum number of false details in an answer, as in the paper."""
 NUMBER = re.compile(r"\d+")
 HEADING = re.compile(r"^\s*#+\s*critique\s*:?", re.IGNORECASE)
 BULLET = re.compile(r"^\s*(?:[-*\u2022]|\d+[.)])\s+")
@@ -65,14 +65,14 @@ class Altered:
 
 
 Insert = Callable[[str, int, np.random.Generator], Altered]
-"""Puts up to a number of errors into a right answer; raises ValueError if it cannot put in any."""
+"""Inserts up to a given number of errors into a correct answer; raises ValueError if it cannot insert any."""
 
 
 def alter_numbers(answer: str, count: int, rng: np.random.Generator) -> Altered:
-    """Replace some of an answer's numbers by others with as many digits; the k-th number is the detail "number k"."""
+    """Replace some numbers in an answer by others with the same number of digits; the k-th number is "number k"."""
     found = list(NUMBER.finditer(answer))
     if not found:
-        raise ValueError(f"the answer {answer!r:.80} has no number, which the built-in errors replace")
+        raise ValueError(f"the answer {answer!r:.80} has no number; the built-in errors only replace numbers")
     indices = sorted(int(index) for index in rng.choice(len(found), min(count, len(found)), replace=False))
     text, end = "", 0
     for index in indices:
@@ -89,7 +89,7 @@ def insert_errors(
     most: int = MOST_ERRORS,
     insert: Insert = alter_numbers,
 ) -> Altered:
-    """Put false details into a right answer.
+    """Insert false details into a correct answer.
 
     Args:
         answer: the right answer.
@@ -102,18 +102,18 @@ def insert_errors(
         ValueError: the bounds are no bounds, the answer offers no detail, or nothing was changed.
     """
     if not 0 <= least <= most or most < 1:
-        raise ValueError(f"least={least} and most={most} must be 0 <= least <= most, and most at least 1")
+        raise ValueError(f"least={least} and most={most} must satisfy 0 <= least <= most, with most at least 1")
     count = int(rng.integers(least, most + 1))
     if count == 0:
         return Altered(answer, [])
     altered = insert(answer, count, rng)
     if not altered.errors or altered.text == answer:
-        raise ValueError(f"no error was put into {answer!r:.80}; a false answer differs from the right one")
+        raise ValueError(f"no error was inserted into {answer!r:.80}; a false answer must differ from the correct one")
     return altered
 
 
 def listed_details(critique: str) -> list[str]:
-    """Details that a critique criticises: its lines, or parts between semicolons, without bullets."""
+    """Details that a critique criticises: its lines or semicolon-separated parts, without bullets."""
     body = HEADING.sub("", final_part(critique) or "")
     items = [normalise(BULLET.sub("", line)) for line in re.split(r"[;\n]", body)]
     return list(dict.fromkeys(item for item in items if item not in NOTHING))
@@ -152,14 +152,14 @@ def critique_score(critique: str, inserted: Sequence[str], mark: float = 0.0) ->
         ValueError: the mark is out of range.
     """
     if not 0 <= mark <= 10:
-        raise ValueError(f"the judge's mark is {mark}; marks are from 0 to 10")
+        raise ValueError(f"the judge's mark is {mark}; it must be from 0 to 10")
     return round(jaccard(listed_details(critique), inserted) + 0.1 * mark, 2)
 
 
 def jaccard_reward(
     completions: Sequence[Chat], inserted: Sequence[Sequence[str] | None] | None = None, **_: Any
 ) -> list[float | None]:
-    """Reward a critique by the Jaccard index of its listed details and the false ones in the column `inserted`.
+    """Reward a critique by the Jaccard index of its listed details and the false details in column `inserted`.
 
     Rows without that column are questions of another kind and are not scored.
     """
@@ -205,12 +205,12 @@ CRITIQUE_TEMPLATE = """\
 Please provide a critique of the answer above. What are the weaknesses of the answer?"""
 """Question of the critic, in the sections of the public code."""
 BATCH = 64
-"""Answers criticised together."""
+"""Number of answers to criticise together."""
 
 
 def critique_renderer(template: str, option: str = "template") -> Callable[..., str]:
     """Template of a critic question as a function (question, answer) -> text; raises UserError."""
-    return make_template(template, ("question", "answer"), option, "a part of what is judged")
+    return make_template(template, ("question", "answer"), option, "part of what is judged")
 
 
 def critique_task(task: VlmTask, answer: str, render: Callable[..., str]) -> VlmTask:
@@ -317,7 +317,7 @@ def build_pairs(
         UserError: data, model or judge cannot be used, or no pair is left.
     """
     if (model is None) == (critiques_key is None):
-        raise UserError("give either model, which writes the critiques, or critiques_key, the column that holds them")
+        raise UserError("set either model, which writes the critiques, or critiques_key, the column that contains them")
     loaded = load_source(questions, "questions")
     for task in loaded.tasks:
         if not isinstance(task.columns.get("inserted"), list):
@@ -344,7 +344,7 @@ def build_pairs(
             rows.append((task, task, columns))
     if not rows:
         raise UserError(
-            f"no pair is left of {len(written)} answers: a pair needs two critiques that list something and have "
+            f"none of {len(written)} answers gives a pair: a pair needs two critiques that list something and have "
             "different scores; write more critiques, raise the temperature, or set allow_empty"
         )
     return write_questions(path, rows)
@@ -358,7 +358,7 @@ def _shuffled(scores: Mapping[str, float], rng: np.random.Generator) -> dict[str
 def _right_answer(task: VlmTask, key: str) -> str:
     right = task.columns.get(key)
     if not isinstance(right, str) or not right.strip():
-        message = f"column '{key}' is {right!r:.60}; expected the right answer as text"
+        message = f"column '{key}' is {right!r:.60}; expected the correct answer as text"
         raise TaskError("missing_answer", task.id, message)
     check_no_marks(task, f"column '{key}'", right)
     return right
@@ -367,7 +367,7 @@ def _right_answer(task: VlmTask, key: str) -> str:
 def _given_critiques(task: VlmTask, key: str) -> list[str]:
     cell = task.columns.get(key)
     if not isinstance(cell, list) or not all(isinstance(text, str) for text in cell):
-        raise UserError(f"{task.id}: column '{key}' is {cell!r:.80}; expected a list of critiques, each a text")
+        raise UserError(f"{task.id}: column '{key}' is {cell!r:.80}; expected a list of critiques, each of them text")
     return cell
 
 
@@ -417,7 +417,8 @@ def _marks(tasks: Sequence[VlmTask], written: Sequence[Sequence[str]], judge: st
     marks = [float(mark) for mark in found]
     if len(marks) != len(flat) or not all(0 <= mark <= 10 for mark in marks):
         raise UserError(
-            f"judge {judge!r} gave {len(marks)} marks for {len(flat)} critiques; expected one each, 0 to 10"
+            f"judge {judge!r} returned {len(marks)} marks for {len(flat)} critiques; expected one per critique, from "
+            "0 to 10"
         )
     left = iter(marks)
     return [[next(left) for _ in texts] for texts in written]
@@ -426,4 +427,4 @@ def _marks(tasks: Sequence[VlmTask], written: Sequence[Sequence[str]], judge: st
 CRITIQUE_ERRORS: dict[str, str] = {
     "no_details": "An answer has no detail that could be made false, or the user's function changed nothing.",
 }
-"""Kinds of `TaskError` that errors in answers add."""
+"""Additional kinds of `TaskError` for errors in answers."""

@@ -1,4 +1,4 @@
-r"""Rewards of a judge: FAPO's, which finds wrong steps in right answers, and scores by a rubric.
+r"""Rewards from a judge: FAPO's, which finds wrong steps in correct answers, and rubric scores.
 
     rewards:
       - name: flawless
@@ -49,7 +49,7 @@ def rubric_reward(
     request_timeout_s: float = 600.0,
     **_: Any,
 ) -> list[float]:
-    """Score from 0 to 1 by a judge that reads the rubric; a verdict without a score is a failed reward.
+    """Score from 0 to 1 by a judge that reads the rubric; a verdict without a score counts as a failed reward.
 
     Options: `url`, the judge's address up to /v1; `model`, its name there; `max_tokens` and `request_timeout_s` of a
     verdict, in addition to the reward's `timeout_s`.
@@ -64,7 +64,7 @@ def rubric_reward(
 
 
 def read_score(verdict: str) -> float:
-    """The last number of a verdict's last line, from 0 to 10, as a share of 10; raises RuntimeError."""
+    """The last number in a verdict's last line, from 0 to 10, as a fraction of 10; raises RuntimeError."""
     lines = verdict.strip().splitlines()
     numbers = re.findall(r"-?\d+(?:\.\d+)?", lines[-1].removesuffix("/10")) if lines else []
     if not numbers or not 0 <= float(numbers[-1]) <= 10:
@@ -73,7 +73,7 @@ def read_score(verdict: str) -> float:
 
 
 def filled(template: str, **values: str) -> str:
-    """A template with {name} replaced, in one pass: texts may hold braces themselves."""
+    """A template with {name} replaced, in one pass, because texts may contain braces themselves."""
     return re.sub(r"\{(\w+)\}", lambda match: values.get(match[1], match[0]), template)
 
 
@@ -99,7 +99,7 @@ def flawless_reward(
     request_timeout_s: float = 600.0,
     **options: Any,
 ) -> list[float]:
-    """Give 1 to right answers, 1 - penalty to right ones with a wrong step, and -1 to wrong ones.
+    """Give 1 to correct answers, 1 - penalty to correct answers with a wrong step, and -1 to incorrect answers.
 
     Options: `url`, the judge's address up to /v1; `model`, its name there; `check`, the reward that says whether an
     answer is right, which gets the further options; `question`, with placeholders {problem}, {answer} and
@@ -129,4 +129,4 @@ def first_wrong_step(verdict: str) -> int:
     try:
         return int(found[-1].strip())
     except (IndexError, ValueError):
-        raise RuntimeError(f"the verdict has no \\boxed{{index of a step}}: {verdict[-200:]!r}") from None
+        raise RuntimeError(f"the verdict has no \\boxed{{step index}}: {verdict[-200:]!r}") from None

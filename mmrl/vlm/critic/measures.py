@@ -17,13 +17,13 @@ from mmrl.vlm.vlm_evaluation import AnswerMeasure
 
 @dataclass
 class CriticEvaluationConfig(VlmEvaluationConfig):
-    """Evaluation of answers: greedy and sampled, whole and by data column; and of the model as a critic."""
+    """Evaluation of responses (greedy and sampled, overall and by data column) and of the model as a critic."""
 
     self_critic: SelfCriticConfig | None = rare(None)
-    """Best of n: the model chooses among its own answers, against majority vote, a single one and the best there is;
-    empty: not measured."""
+    """Best of n: the model chooses among its own answers, compared with majority vote, a single answer and the best
+    available one. Default: not measured."""
     revision: RevisionConfig | None = rare(None)
-    """The model criticises answers, which are revised once or more; empty: not measured."""
+    """The model criticises answers, which are then revised one or more times. Default: not measured."""
 
     def check_extra_measures(self, splits: Collection[str], rewards: Sequence[object]) -> None:
         """See `VlmEvaluationConfig`."""
@@ -31,10 +31,14 @@ class CriticEvaluationConfig(VlmEvaluationConfig):
             if part is None:
                 continue
             if not rewards:
-                raise ValueError(f"evaluation.{key} is set, but rewards is empty, so nothing scores answers; add exact")
+                raise ValueError(
+                    f"evaluation.{key} is set, but rewards is empty, so answers cannot be scored; add a reward such "
+                    "as exact")
             if unknown := sorted(set(part.splits) - set(splits)):
                 known = ", ".join(splits) or "none"
-                raise ValueError(f"evaluation.{key}.splits names {', '.join(unknown)}; splits of eval_data: {known}")
+                raise ValueError(
+                    f"evaluation.{key}.splits contains unknown splits: {', '.join(unknown)}; splits of eval_data: "
+                    f"{known}")
 
     def extra_measures(self) -> ExtraMeasures:
         """See `VlmEvaluationConfig`; loads the frozen reasoner if there is one."""
@@ -55,4 +59,4 @@ class CriticEvaluationConfig(VlmEvaluationConfig):
 
 @dataclass
 class ScoringEvaluationConfig(AnswerScoring, CriticEvaluationConfig):
-    """Evaluation of answers in runs that neither sample nor score any in training."""
+    """Evaluation of responses in runs that do not sample or score any during training."""

@@ -1,4 +1,4 @@
-"""LLaVA-Critic-R1's data: pairs of answers as verifiable questions, which of the two is better, in both orders.
+"""LLaVA-Critic-R1's data: pairs of answers as verifiable questions (which of the two is better?), in both orders.
 
     build_questions("critic.jsonl", pairs={"path": "pairs.jsonl"})
 
@@ -36,15 +36,15 @@ def question_text(task: VlmTask) -> str:
 
 
 def ask_instead(task: VlmTask, text: str, name: str) -> VlmTask:
-    """The task with another last user turn, and without the turns behind it."""
+    """The task with a different last user turn, and without the turns after it."""
     last = _last_user_turn(task)
     items = split_marks(text)
     media = [item["type"] for item in items if item["type"] != "text"]
     wanted = [item["type"] for item in task.messages[last]["content"] if item["type"] != "text"]
     if media != wanted:
         message = (
-            f"the new question marks {media or 'nothing'}, the task's own {wanted or 'nothing'}: a text of the data "
-            "holds <image> or <video> where none is meant"
+            f"the new question has the markers {media or 'nothing'}, the original one {wanted or 'nothing'}: a text "
+            "in the data contains <image> or <video> as ordinary words"
         )
         raise TaskError("placeholder_mismatch", task.id, message)
     messages = [*task.messages[:last], {"role": "user", "content": items}]
@@ -52,14 +52,14 @@ def ask_instead(task: VlmTask, text: str, name: str) -> VlmTask:
 
 
 def without_marks(text: str) -> str:
-    """A model's answer as part of a question: its own <image> and <video> are words."""
+    """A model's answer as part of a question: any <image> and <video> in it are plain words."""
     return MARKS.sub(lambda mark: mark[0][1:-1], text)
 
 
 def check_no_marks(task: VlmTask, where: str, text: str) -> None:
-    """Refuse a text of the data that would be read as the mark of an image or video; raises TaskError."""
+    """Reject a text in the data that would be read as an image or video marker; raises TaskError."""
     if mark := MARKS.search(text):
-        message = f"{where} holds {mark[0]}, which marks the place of a file: {shortened(text)!r}; leave it out"
+        message = f"{where} contains {mark[0]}, which is the placeholder of a file: {shortened(text)!r}; remove it"
         raise TaskError("media_in_side", task.id, message)
 
 
@@ -101,17 +101,17 @@ def _image_file(task: VlmTask, number: int, folder: Path, media: str, stem: str)
 def _video_cell(task: VlmTask, clip: str | VideoClip) -> dict[str, Any]:
     source, options = (clip, {}) if isinstance(clip, str) else (clip.source, clip.options)
     if not isinstance(source, str):
-        raise UserError(f"{task.id}: a video given as a list of frames cannot be written to a row; give a video file")
+        raise UserError(f"{task.id}: a video given as a list of frames cannot be written to a row; use a video file")
     return {"path": str(Path(source).resolve()), **options}
 
 
 def load_source(options: Mapping[str, Any], name: str) -> LoadedTasks:
-    """Read the questions of a data set, which is built first if it is missing and its options name a builder."""
+    """Read the questions of a dataset; if it is missing and its options set a builder, it is built first."""
     known = {field.name for field in dataclasses.fields(DataConfig)} - {"video"}
     if unknown := sorted(set(options) - known):
-        raise UserError(f"{name} has no option {', '.join(unknown)}; there are: {', '.join(sorted(known))}")
+        raise UserError(f"{name} has no option {', '.join(unknown)}; available: {', '.join(sorted(known))}")
     if "path" not in options:
-        raise UserError(f"{name} names no path; give {name}: {{path: FILE.jsonl}}, as data of a configuration")
+        raise UserError(f"{name} has no path; set {name}: {{path: FILE.jsonl}}, like data in a configuration")
     return load_tasks(DataConfig(**options))
 
 
@@ -121,17 +121,17 @@ Question: {{ question }}
 Response 1: {{ first }}
 Response 2: {{ second }}
 Think first, between <think> and </think>. Then put the number of the better response, 1 or 2, into \\boxed{}."""
-"""Question of a critic; the question's own images stay where they are."""
+"""Question for a critic; the original question's images stay where they are."""
 ORDERS = ("chosen_first", "rejected_first")
 
 
 def critic_renderer(template: str, option: str = "template") -> Callable[..., str]:
     """Template of a critic question as a function (question, first, second) -> text; raises UserError."""
-    return make_template(template, ("question", "first", "second"), option, "a part of what is judged")
+    return make_template(template, ("question", "first", "second"), option, "part of what is judged")
 
 
 def critic_task(task: VlmTask, first: str, second: str, render: Callable[..., str], name: str) -> VlmTask:
-    """Ask which of two responses to a question is better; `name` goes behind the question's id."""
+    """Ask which of two responses to a question is better; `name` is appended to the question's id."""
     return ask_instead(task, render(question=question_text(task), first=first, second=second), name)
 
 
@@ -145,7 +145,7 @@ def build_questions(
     random_answers: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Write the critic's questions of a data set of pairs.
+    """Write the critic's questions for a dataset of pairs.
 
     Args:
         path: JSONL file to write; columns prompt, images, answer ("1" or "2"), pair (its id) and order.

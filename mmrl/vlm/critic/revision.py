@@ -1,4 +1,4 @@
-"""Critic-V's inference: a reasoner answers, a critic criticises the answer, the reasoner answers again.
+"""Critic-V's inference: a reasoner answers, a critic criticises the answer, and the reasoner answers again.
 
     first = greedy_answers(reasoner, tasks, sampler)
     revisions = revise(reasoner, tasks, first, PolicyCritic(critic, config, sampler), config, sampler)
@@ -33,7 +33,7 @@ from mmrl.vlm.model.model_config import FrozenModelConfig
 from mmrl.vlm.vlm_evaluation import AnswerMeasure
 
 REVISION_TEMPLATE = "Reflection on the former answer: {{ critique }}\n{{ question }}"
-"""Turn that asks for a revision, as in the public code."""
+"""User turn that asks for a revision, as in the public code."""
 CRITIQUE_KEY = "evaluation.revision.critique_template"
 
 Criticise = Callable[[Sequence[VlmTask], Sequence[str]], list[str]]
@@ -52,22 +52,22 @@ class RevisionConfig:
     """Critiques and revisions of answers."""
 
     reasoner: FrozenModelConfig | None = None
-    """Model that answers and revises; empty: the model that is trained, which is the critic in any case."""
+    """Model that answers and revises. Default: the trained model. The critic is always the trained model."""
     critique_template: str = CRITIQUE_TEMPLATE
     """The critic's question, with {{ question }} and {{ answer }}, or a .jinja file; as in training."""
     revision_template: str = REVISION_TEMPLATE
-    """The turn behind the answer, with {{ critique }} and optionally {{ question }}, or a .jinja file."""
+    """The user turn after the answer, with {{ critique }} and optionally {{ question }}, or a .jinja file."""
     rounds: int = rare(bounded(1, at_least=1))
-    """Most revisions of an answer."""
+    """Maximum number of revisions per answer."""
     controls: bool = rare(True)
-    """Also revise with an empty critique, and with the critique of another question."""
+    """Also measure revisions with an empty critique, and with the critique of another question."""
     max_new_tokens: int | None = rare(bounded(None, at_least=1))
-    """Longest critique in tokens; empty: `sampler.max_new_tokens`."""
+    """Maximum critique length in tokens. Default: `sampler.max_new_tokens`."""
     splits: list[str] = field(default_factory=list)
-    """Held-out splits of this measurement; empty: all."""
+    """Held-out splits to measure this on. Default: all."""
 
     def validate(self) -> None:
-        """Refuse a template that leaves something out; raises UserError."""
+        """Reject an incomplete template; raises UserError."""
         critique_renderer(self.critique_template, CRITIQUE_KEY)
         revision_renderer(self.revision_template)
 
@@ -77,9 +77,9 @@ class Revision:
     """Answers to one question and their critiques."""
 
     answers: list[str]
-    """The first one and its revisions."""
+    """The first answer and its revisions."""
     critiques: list[str]
-    """The critique of each answer that was criticised."""
+    """The critique of each criticised answer."""
 
     @property
     def criticised(self) -> bool:
@@ -88,7 +88,7 @@ class Revision:
 
 
 class PolicyCritic:
-    """A model's likeliest critiques.
+    """A model's greedy critiques.
 
     Args:
         policy: the critic.
@@ -102,7 +102,7 @@ class PolicyCritic:
         self.sampler = replace(sampler, max_new_tokens=config.max_new_tokens or sampler.max_new_tokens)
 
     def __call__(self, tasks: Sequence[VlmTask], answers: Sequence[str]) -> list[str]:
-        """The critique of each answer; empty where the critic's question does not fit into the model."""
+        """The critique of each answer; empty if the critic's question does not fit in the model's context."""
         asked = [
             critique_task(task, without_marks(text), self.render) for task, text in zip(tasks, answers, strict=True)
         ]
@@ -110,7 +110,7 @@ class PolicyCritic:
 
 
 def greedy_answers(policy: VlmPolicy, tasks: Sequence[VlmTask], sampler: SamplerConfig) -> list[str]:
-    """The likeliest answer to each question; raises TaskError where one cannot be encoded."""
+    """The greedy answer to each question; raises TaskError if one cannot be encoded."""
     prompts = [policy.encode(task) for task in tasks]
     return sample(policy, prompts, 1, sampler, None).texts if prompts else []
 
@@ -125,7 +125,7 @@ def revise(
     *,
     always: bool = False,
 ) -> list[Revision]:
-    """Have answers to N questions criticised and revised, at most `config.rounds` times.
+    """Criticise and revise answers to N questions, at most `config.rounds` times.
 
     Args:
         reasoner: model that revises.
@@ -158,7 +158,7 @@ def revise(
 
 
 def next_turn(chat: VlmTask, task: VlmTask, so_far: Revision, render: Callable[..., str]) -> VlmTask:
-    """The chat with the last answer and a turn that asks for a revision after its critique."""
+    """The chat with the last answer and a user turn that asks for a revision after its critique."""
     question = "".join(item["text"] for item in split_marks(question_text(task)) if item["type"] == "text")
     critique = (final_part(so_far.critiques[-1]) or "").strip()
     asked = render(critique=without_marks(critique), question=question)
@@ -170,7 +170,7 @@ def next_turn(chat: VlmTask, task: VlmTask, so_far: Revision, render: Callable[.
 
 
 def _greedy(policy: VlmPolicy, tasks: Sequence[VlmTask], sampler: SamplerConfig, otherwise: Sequence[str]) -> list[str]:
-    """The likeliest responses; `otherwise` for questions that do not fit into the model."""
+    """The greedy responses; `otherwise` for questions that do not fit in the model's context."""
     prompts: list[Prompt | None] = []
     for task in tasks:
         try:
@@ -188,7 +188,7 @@ EMPTY, SHUFFLED = "accuracy/revised_empty", "accuracy/revised_shuffled"
 
 @dataclass
 class RevisionMeasure(Measure[VlmTask]):
-    """Accuracy of the likeliest answers before and after revision.
+    """Accuracy of greedy answers before and after revision.
 
     The metrics are accuracy/unrevised and accuracy/revised, with controls accuracy/revised_empty (every answer is
     revised, the critique is empty) and accuracy/revised_shuffled (each answer gets the critique of another question of
@@ -203,11 +203,11 @@ class RevisionMeasure(Measure[VlmTask]):
 
     @property
     def batch_size(self) -> int:
-        """Questions that are answered together."""
+        """Number of questions answered together."""
         return self.answers.batch_size
 
     def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
-        """Answer, criticise and revise; questions that cannot be encoded are left out."""
+        """Answer, criticise and revise; questions that cannot be encoded are skipped."""
         own = self.answers
         rows, prompts = own.open_rows(self.reasoner, batch)
         if not rows:
@@ -232,7 +232,7 @@ class RevisionMeasure(Measure[VlmTask]):
         return rows
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[VlmTask]) -> dict[str, float]:
-        """Accuracies with intervals, and shares of answers that critiques and revisions change."""
+        """Accuracies with intervals, and fractions of answers that critiques and revisions change."""
         metrics: dict[str, float] = {}
         for name in dict.fromkeys(name for row in rows for name in row["right"]):
             # one answer a question, so Wilson's interval
@@ -241,7 +241,7 @@ class RevisionMeasure(Measure[VlmTask]):
         return metrics | change_shares(changes)
 
     def outcome(self, row: Row) -> Outcome:
-        """Whether each of the answers is right."""
+        """Whether each of the answers is correct."""
         return Outcome(row["task"].id, {name: value for name, value in row["right"].items() if value == value})
 
     def record(self, row: Row) -> SampleRecord:
@@ -266,7 +266,7 @@ class RevisionMeasure(Measure[VlmTask]):
 
 
 def change_shares(changes: Sequence[tuple[float, float, Revision]]) -> dict[str, float]:
-    """Shares of wrong answers found and fixed, of right answers criticised and broken.
+    """Fractions of incorrect answers found and fixed, and of correct answers criticised and broken.
 
     `changes` has for each question whether its answer was right before (1, 0, NaN) and after, and its revision.
     """

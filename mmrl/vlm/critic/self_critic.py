@@ -1,4 +1,4 @@
-"""LLaVA-Critic-R1's self-critic: the weights that gave n responses to a question judge them, and the best is kept.
+"""LLaVA-Critic-R1's self-critic: the model that wrote n responses to a question judges them, and the best is kept.
 
     choices = best_of_n(policy, tasks, responses, SelfCriticConfig(), SamplerConfig(max_new_tokens=512))
 
@@ -40,11 +40,11 @@ class PairVerdict:
     shown_first: int | None
     """1 or 2, with a shown as number 1; None if the judgement could not be read."""
     shown_second: int | None
-    """1 or 2 where a was shown as number 2."""
+    """1 or 2, with a shown as number 2."""
 
     @property
     def wins(self) -> float:
-        """Share of the two orders in which a is preferred; an unreadable judgement counts half."""
+        """Fraction of the two orders in which a is preferred; an unreadable judgement counts as half."""
         first = 0.5 if self.shown_first is None else float(self.shown_first == 1)
         second = 0.5 if self.shown_second is None else float(self.shown_second == 2)
         return (first + second) / 2
@@ -79,7 +79,7 @@ def choose(votes: Sequence[Sequence[int]], protocol: str, compare: Compare) -> l
 
 
 def majority(votes: Sequence[int]) -> int:
-    """Index of the answer with the most votes, the first of equals."""
+    """Index of the answer with the most votes; the first one in a tie."""
     return max(range(len(votes)), key=lambda index: (votes[index], -index))
 
 
@@ -127,23 +127,23 @@ OPTION = "evaluation.self_critic.template"
 
 @dataclass
 class SelfCriticConfig:
-    """Judgements of a model about its own answers."""
+    """A model's judgements of its own answers."""
 
     n: int = bounded(8, at_least=2)
-    """Responses to each question, at `evaluation.temperature`."""
+    """Number of responses to each question, sampled at `evaluation.temperature`."""
     template: str = CRITIC_TEMPLATE
     """The critic's question, with {{ question }}, {{ first }} and {{ second }}, or a .jinja file; as in training."""
     shown: str = choice("response", ("response", "answer"))
-    """Part of a candidate that the critic sees: the whole response, or its final answer."""
+    """What the critic sees of a candidate: the whole response, or its final answer."""
     protocol: str = rare(choice("round_robin", lambda: tuple(PROTOCOLS)))
-    """round_robin: every two different answers are compared; knockout: the winners of pairs meet again."""
+    """round_robin: compare every pair of different answers; knockout: winners of pairs meet in the next round."""
     max_new_tokens: int | None = rare(bounded(None, at_least=1))
-    """Longest judgement in tokens; empty: `sampler.max_new_tokens`."""
+    """Maximum judgement length in tokens. Default: `sampler.max_new_tokens`."""
     splits: list[str] = field(default_factory=list)
-    """Held-out splits of this measurement; empty: all."""
+    """Held-out splits to measure this on. Default: all."""
 
     def validate(self) -> None:
-        """Refuse a template that leaves something out; raises UserError."""
+        """Reject an incomplete template; raises UserError."""
         critic_renderer(self.template, OPTION)
 
 
@@ -179,7 +179,7 @@ def best_of_n(
         sampler: longest judgement and batches.
 
     Returns:
-        A choice for each question; a pair whose question does not fit into the model is a draw.
+        A choice for each question; a pair whose question does not fit in the model's context is a draw.
 
     Raises:
         TaskError: an image can no longer be read.
@@ -278,7 +278,7 @@ def _number(text: str, prompt: str) -> int | None:
 
 @dataclass
 class SelfCriticMeasure(Measure[VlmTask]):
-    """Accuracy of the answer that the model itself chooses among n.
+    """Accuracy of the answer that the model chooses among its own n answers.
 
     The metrics are accuracy/self_critic, accuracy/majority, accuracy/pass_at_1 (the mean of the n) and
     accuracy/pass_at_n (any of them is right) with bootstrap intervals over questions, and those of `judgement_metrics`.
@@ -291,11 +291,11 @@ class SelfCriticMeasure(Measure[VlmTask]):
 
     @property
     def batch_size(self) -> int:
-        """Questions that are answered together."""
+        """Number of questions answered together."""
         return self.answers.batch_size
 
     def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
-        """Draw n answers to each question and have the model choose; questions that cannot be encoded are left out."""
+        """Sample n answers to each question and let the model choose; questions that cannot be encoded are skipped."""
         own, count = self.answers, self.config.n
         rows, prompts = own.open_rows(own.policy, batch)
         if not rows:
@@ -323,7 +323,7 @@ class SelfCriticMeasure(Measure[VlmTask]):
         return metrics | judgement_metrics([row["choice"] for row in rows])
 
     def outcome(self, row: Row) -> Outcome:
-        """Whether the chosen answer is right, and the others of the same draw."""
+        """Whether the chosen answer and the other answers to the question are correct."""
         return Outcome(row["task"].id, mean_scores(row["scores"]))
 
     def record(self, row: Row) -> SampleRecord:

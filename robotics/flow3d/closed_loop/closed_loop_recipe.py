@@ -90,7 +90,8 @@ class Flow3dEvaluationConfig:
             raise ValueError("eval_data is empty; add a set of episodes, such as eval_data: {seen: {arms: [panda]}}")
         if not self.model.path:
             raise ValueError(
-                "model.path is empty; set it to a world model or run folder, or to truth for the true flow")
+                "model.path is empty; set it to a world model or run folder, or to truth for the true flow"
+            )
         for part in parts_of(self):
             if hasattr(part, "validate"):
                 part.validate()

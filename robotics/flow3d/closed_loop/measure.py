@@ -231,7 +231,7 @@ def loop_table(rows: Sequence[Row]) -> str:
 
 def _ending(row: Row) -> str:
     if row["failed"]:
-        return "broke down"
+        return "error"
     if row["success"]:
         return "success"
     return str(row["failure"]) or "not " + ", not ".join(row["failed_criteria"])

@@ -57,7 +57,8 @@ def read_rgbd_folder(folder: str | os.PathLike[str]) -> RgbdVideo:
         rgb, depth_m = _colors(place), _depths(place, unit)
         if depth_m is not None and len(depth_m) != len(rgb):
             raise UserError(
-                f"{place} has {len(rgb)} colour frames and {len(depth_m)} depth frames; the numbers must match")
+                f"{place} has {len(rgb)} colour frames and {len(depth_m)} depth frames; the numbers must match"
+            )
         T_world_cam = np.asarray(camera.get("T_world_cam", np.eye(4)), dtype=np.float64)
         return RgbdVideo(
             rgb=rgb,
@@ -94,7 +95,8 @@ def _depths(place: Path, unit_m: float | None) -> DepthArray | None:
         with np.load(archive, allow_pickle=False) as content:
             if len(content.files) != 1:
                 raise UserError(
-                    f"{archive} contains {', '.join(content.files)}; it must contain a single array (L, H, W)")
+                    f"{archive} contains {', '.join(content.files)}; it must contain a single array (L, H, W)"
+                )
             return depth_of(content[content.files[0]], unit_m, str(archive))
     return np.stack([_depth(path, unit_m) for path in images]) if images else None
 

@@ -73,7 +73,8 @@ class SavedModelConfig:
         """Reject an empty path; raises ValueError."""
         if not self.path:
             raise ValueError(
-                "model.path is empty; set it to the folder of a world model, for example from a run's checkpoint")
+                "model.path is empty; set it to the folder of a world model, for example from a run's checkpoint"
+            )
 
 
 @dataclass

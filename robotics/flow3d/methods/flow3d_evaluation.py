@@ -43,9 +43,11 @@ class FlowDomain(KeepsEvalAverage):
             "robotics.flow3d.model.FlowWorldModel.from_pretrained",
             "from robotics.flow3d.model import FlowWorldModel\n\nmodel = FlowWorldModel.from_pretrained(folder)",
             task="robotics",
-            facts={"use": (
-                "model.predict(observation, points, samples=4) returns the future positions of the object's points"
-            )},
+            facts={
+                "use": (
+                    "model.predict(observation, points, samples=4) returns the future positions of the object's points"
+                )
+            },
         )
 
 

@@ -115,7 +115,8 @@ class ConditionConfig:
             missing = [name for name in ("text", "vision") if not getattr(self, name)]
             if missing:
                 raise ValueError(
-                    f"model.condition.kind is clip, but model.condition.{missing[0]} is empty; set it to a folder")
+                    f"model.condition.kind is clip, but model.condition.{missing[0]} is empty; set it to a folder"
+                )
             return
         if self.image_px % self.patch_px:
             raise ValueError(f"model.condition.image_px is {self.image_px}; must be a multiple of {self.patch_px}")

@@ -239,7 +239,8 @@ class Demonstrator:
                 return path
         raise RunError(
             f"{scene.arm.name} cannot follow the whole motion of {scene.task.name} with any grip in episode "
-            f"{scene.seed}")
+            f"{scene.seed}"
+        )
 
 
 class Stage:

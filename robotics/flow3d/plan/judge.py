@@ -62,7 +62,8 @@ class VerifierConfig:
             raise ValueError("verifier.kind is vlm, but verifier.path is empty; set it to a model")
         if self.kind == "endpoint" and not (self.url and self.model):
             raise ValueError(
-                "verifier.kind is endpoint; set verifier.url, such as http://host:8000/v1, and verifier.model")
+                "verifier.kind is endpoint; set verifier.url, such as http://host:8000/v1, and verifier.model"
+            )
 
 
 def open_verifier(config: VerifierConfig) -> Verifier | None:
@@ -136,7 +137,8 @@ class FlowJudge:
         self._renders = any(each.kind not in BLIND for each in configs)
         if self._renders and self.config.renderer == REPLAY:
             raise UserError(
-                f"the renderer {REPLAY} needs a scene, which is not available when judging flows; use {POINTS}")
+                f"the renderer {REPLAY} needs a scene, which is not available when judging flows; use {POINTS}"
+            )
         self._verifiers = {each.label: self._opened(each) for each in configs}
 
     def judge(self, clip: FlowClip, flows: FloatArray) -> list[dict[str, Verdict]]:

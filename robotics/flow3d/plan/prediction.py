@@ -55,9 +55,10 @@ class Predictor:
             )
         if not np.isfinite(flow).all() or not (flow[..., 2] > 0).all():
             return PlanTry(
-                seed, flow, failure=Failure.DEGENERATE_GEOMETRY, detail=(
-                    "the flow is not finite or lies behind the camera"
-                )
+                seed,
+                flow,
+                failure=Failure.DEGENERATE_GEOMETRY,
+                detail="the flow is not finite or lies behind the camera",
             )
         seen = (clip.visible > VISIBLE_SHARE).sum(-1)
         # a median, because a few frames may hide the object; three points determine a motion
@@ -87,7 +88,7 @@ class Predictor:
         """(H, W) pixels of the object with depth; raises PlanFailed if there are too few."""
         mask = self.mask_or_none(observation)
         if mask is None or not mask.any():
-            detail = "the observation has no mask, and no `locate` function was given" if mask is None else "the mask is empty"
+            detail = "the observation has no mask, and `locate` is missing" if mask is None else "the mask is empty"
             raise PlanFailed(Failure.NO_MOVING_OBJECT, detail)
         known = mask & np.isfinite(observation.depth_m) & (observation.depth_m > 0)
         if known.sum() < MIN_POINTS:

@@ -151,7 +151,8 @@ def check_moves_object(tasks: Sequence[str]) -> None:
         if name not in MOVING_TASKS:
             find_task(name)
             raise UserError(
-                f"the task {name} does not move an object, so it has no flow; available: {', '.join(MOVING_TASKS)}")
+                f"the task {name} does not move an object, so it has no flow; available: {', '.join(MOVING_TASKS)}"
+            )
 
 
 def tabletop_clips(

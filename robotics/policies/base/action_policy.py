@@ -73,7 +73,7 @@ class PolicyInputs:
                 kinds = (" uint8", f"{value.dtype} ") if is_image else ("", "")
                 raise ValueError(f"{name} must be {shape}{kinds[0]}; got {kinds[1]}{found}")
             if len(value) != rows:
-                raise ValueError(f"{name} has {len(value)} rows, there are {rows} instructions")
+                raise ValueError(f"{name} has {len(value)} rows, but there are {rows} instructions")
 
     def __len__(self) -> int:
         return len(self.instructions)
@@ -364,8 +364,8 @@ def open_policy(path: Path | str) -> ActionPolicy:
     kind = read_config(Path(path)).get("kind")
     if not isinstance(kind, str) or kind not in SAVED_POLICIES:
         raise UserError(
-            f"{path} holds a policy of kind {kind!r}; known are: {', '.join(SAVED_POLICIES)}; docs/adding.md says how "
-            "one is added"
+            f"{path} contains a policy of unknown kind {kind!r}; known: {', '.join(SAVED_POLICIES)}; docs/adding.md "
+            "explains how to add one"
         )
     # imported on demand, since some kinds need packages that others do not
     module, name = SAVED_POLICIES[kind].split(":")

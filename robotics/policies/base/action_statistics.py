@@ -56,8 +56,8 @@ class ActionRange:
         for name, values in (("action_low", low), ("action_high", high)):
             if values and len(values) != size:
                 raise UserError(
-                    f"model.options.{name} has {len(values)} entries, the actions of {policy} have {size}; give that "
-                    "many"
+                    f"model.options.{name} has {len(values)} entries, but the actions of {policy} have {size}; the "
+                    "numbers must match"
                 )
         # one side alone is allowed; the other is then the simulator's own
         return cls(tuple(low) or (-1.0,) * size, tuple(high) or (1.0,) * size)
@@ -69,11 +69,9 @@ class ActionRange:
         low, high = (side if isinstance(side, list) else [] for side in (entries.get("low"), entries.get("high")))
         numbers = all(type(value) in (int, float) and math.isfinite(value) for value in low + high)
         if len(low) != size or len(high) != size or not numbers:
-            raise UserError(
-                f"{path} needs low and high with {size} finite numbers each, one for each entry of an action"
-            )
+            raise UserError(f"{path} needs low and high with {size} finite numbers each, one per entry of an action")
         if any(least > most for least, most in zip(low, high, strict=True)):
-            raise UserError(f"{path} has low {low} and high {high}; no low may be above its high")
+            raise UserError(f"{path} has low {low} and high {high}; low must not exceed high")
         integer = entries.get("integer", False)
         if not isinstance(integer, bool):
             raise UserError(f"{path} has integer {integer!r:.40}; expected true or false")
@@ -116,14 +114,16 @@ class ActionRange:
 def check_bounds(low: Sequence[float], high: Sequence[float]) -> None:
     """Check the options `action_low` and `action_high` as far as possible without a policy; raises ValueError."""
     if low and high and len(low) != len(high):
-        raise ValueError(f"action_low has {len(low)} entries and action_high {len(high)}; give one each for each entry")
+        raise ValueError(
+            f"action_low has {len(low)} entries and action_high {len(high)}; both need one value per entry of an action"
+        )
     size = max(len(low), len(high))
     pairs = zip(low or [-1.0] * size, high or [1.0] * size, strict=True)
     for entry, (least, most) in enumerate(pairs):
         if not (math.isfinite(least) and math.isfinite(most) and least <= most):
             raise ValueError(
-                f"entry {entry} of action_low is {least} and of action_high {most}; both must be finite, and the first "
-                "one not above the second"
+                f"entry {entry} of action_low is {least} and of action_high {most}; both must be finite, and "
+                "action_low must not exceed action_high"
             )
 
 
@@ -149,7 +149,7 @@ class ActionStatistics:
     def __post_init__(self) -> None:
         sizes = {name: np.shape(getattr(self, name)) for name in (*COLUMNS, "mask")}
         if len(set(sizes.values())) != 1 or len(sizes["q01"]) != 1:
-            raise ValueError(f"all statistics must have one shape (D,); got {sizes}")
+            raise ValueError(f"all statistics must have the same shape (D,); got {sizes}")
 
     @property
     def size(self) -> int:
@@ -179,12 +179,12 @@ class ActionStatistics:
         Source: LeRobotDataset v3.0, meta/stats.json.
         """
         if key not in stats:
-            raise UserError(f"the dataset's statistics have no feature {key!r}; there are: {', '.join(sorted(stats))}")
+            raise UserError(f"the dataset's statistics have no feature {key!r}; available: {', '.join(sorted(stats))}")
         missing = [name for name in LEROBOT_NAMES if name not in stats[key]]
         if missing:
             raise UserError(
                 f"the statistics of {key!r} have no {', '.join(missing)}; they have {', '.join(sorted(stats[key]))}. "
-                "Data sets without quantiles can be used with from_arrays"
+                "For datasets without quantiles, use from_arrays"
             )
         found = {name: np.asarray(stats[key][name], np.float64).reshape(-1) for name in LEROBOT_NAMES}
         kept = np.ones(len(found["q01"]), bool) if mask is None else np.asarray(mask, bool)
@@ -223,23 +223,26 @@ class ActionStatistics:
     def load(cls, path: Path | str) -> Self:
         """Load saved statistics; raises UserError if the file is missing or has different entries."""
         if not is_file(path):
-            raise UserError(f"there is no statistics file {path}")
+            raise UserError(f"statistics file {path} not found")
         entries = read_json_object(Path(path))
         if set(entries) != {*COLUMNS, "mask"}:
-            raise UserError(f"{path} has the entries {sorted(entries)}; needed are {sorted((*COLUMNS, 'mask'))}")
+            raise UserError(f"{path} has the entries {sorted(entries)}; expected {sorted((*COLUMNS, 'mask'))}")
         try:
             columns = {name: np.asarray(entries[name], np.float64) for name in COLUMNS}
             mask = np.asarray(entries["mask"], bool)
         except (ValueError, TypeError, OverflowError) as error:
-            raise UserError(f"{path} holds something other than lists of numbers: {error}") from error
+            raise UserError(f"{path} contains something other than lists of numbers: {error}") from error
         shapes = {column.shape for column in (*columns.values(), mask)}
         if len(shapes) > 1 or mask.ndim != 1 or not all(np.isfinite(column).all() for column in columns.values()):
-            raise UserError(f"{path} must hold lists of as many finite numbers each; their shapes are {sorted(shapes)}")
+            raise UserError(
+                f"{path} must contain lists of finite numbers, all of the same length; their shapes are "
+                f"{sorted(shapes)}"
+            )
         return cls(mask=mask, **columns)
 
     def _scales(self, like: Values) -> tuple[Values, Values, Values, Values]:
         if like.shape[-1] != self.size:
-            raise ValueError(f"actions have the shape {tuple(like.shape)}; the statistics have {self.size} entries")
+            raise ValueError(f"actions have the shape {tuple(like.shape)}, but the statistics have {self.size} entries")
         width = self.q99 - self.q01
         constant = self.minimum == self.maximum
         low, scale = _like(self.q01, like), _like(width + RANGE_EPS, like)

@@ -90,7 +90,7 @@ class ActionTokenizer:
 
     def __post_init__(self) -> None:
         if self.mode not in TOKEN_MODES:
-            raise UserError(f"there is no token mode {self.mode!r}; available: {', '.join(TOKEN_MODES)}")
+            raise UserError(f"unknown token mode {self.mode!r}; available: {', '.join(TOKEN_MODES)}")
         if self.bins < 2 + (self.mode == "openvla"):
             raise UserError(f"bins is {self.bins}; {self.mode} needs at least {2 + (self.mode == 'openvla')}")
 
@@ -110,7 +110,7 @@ class ActionTokenizer:
             return self.encode(torch.from_numpy(np.array(actions, np.float64))).numpy()
         values = actions.double()  # float32 and float64 actions have to fall into the same bins
         if values.isnan().any():
-            raise ValueError("actions hold NaN, which has no token")
+            raise ValueError("actions contain NaN, which has no token")
         values = values.clamp(-1, 1)
         if self.mode == "uniform":
             return ((values + 1) / 2 * self.bins).floor().long().clamp(0, self.bins - 1)
@@ -122,7 +122,7 @@ class ActionTokenizer:
         if len(indices.reshape(-1)):
             low, high = int(indices.min()), int(indices.max())
             if low < 0 or high >= self.bins:
-                raise ValueError(f"indices run from {low} to {high}; must be 0..{self.bins - 1}")
+                raise ValueError(f"indices range from {low} to {high}; must be 0..{self.bins - 1}")
         centres = self.centres.astype(np.float32)
         if isinstance(indices, Tensor):
             return torch.from_numpy(centres).to(indices.device)[indices]

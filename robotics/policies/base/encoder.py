@@ -89,7 +89,7 @@ class Vocabulary:
         for row, text in enumerate(texts):
             words = WORD.findall(text.lower())
             if len(words) > length:
-                raise UserError(f"the instruction {text!r} has {len(words)} words; at most {length} are possible")
+                raise UserError(f"the instruction {text!r} has {len(words)} words; at most {length} are supported")
             if not words:  # attention over padding only would be NaN
                 numbers[row, 0] = UNKNOWN
                 continue
@@ -108,19 +108,19 @@ class Vocabulary:
     def check_same(self, path: Path | str) -> None:
         """Check that a saved vocabulary has the same words; raises UserError."""
         if Vocabulary.load(path).words != self.words:
-            raise UserError(f"{path} has other words than this policy's vocabulary")
+            raise UserError(f"the words in {path} differ from this policy's vocabulary")
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
         """Load a saved vocabulary; raises UserError if the file is missing or damaged."""
         if not Path(path).is_file():
-            raise UserError(f"there is no vocabulary {path}")
+            raise UserError(f"vocabulary {path} not found")
         try:
             words = parse_json(read_file(path))
         except (OSError, ValueError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
         if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-            raise UserError(f"{path} must hold a list of words")
+            raise UserError(f"{path} must contain a list of words")
         return cls(words)
 
 
@@ -179,7 +179,7 @@ class StateScale(nn.Module):
     def set(self, statistics: StateStatistics) -> None:
         """Set the statistics of a dataset; raises UserError if its states have a different size."""
         if statistics.size != len(self.mean):
-            raise UserError(f"the statistics have {statistics.size} state entries, the policy has {len(self.mean)}")
+            raise UserError(f"the statistics have {statistics.size} state entries, but the policy has {len(self.mean)}")
         self.mean.copy_(torch.as_tensor(statistics.mean))
         # constant entries are only shifted: dividing by a tiny deviation would blow up any change in the simulator
         self.std.copy_(torch.as_tensor(statistics.std).where(torch.as_tensor(statistics.std) > 1e-6, 1.0))
@@ -399,7 +399,7 @@ class EncodedPolicy(nn.Module):
         entries = read_config(folder)
         kind = entries.pop("kind", None)
         if kind != cls.kind:
-            raise UserError(f"{path} holds a policy of kind {kind!r}, not {cls.kind!r}")
+            raise UserError(f"{path} contains a policy of kind {kind!r}, not {cls.kind!r}")
         # a copy: the entries are consumed below
         sizes = dict(entries)
         encoder = make_config(EncoderConfig, entries.pop("encoder", {}), f"encoder in {path}")

@@ -80,7 +80,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a folder's policy.json."""
     file = path / CONFIG_FILE
     if not file.is_file():
-        missing = "there is no such folder" if not path.is_dir() else f"it has no {CONFIG_FILE}"
+        missing = "the folder does not exist" if not path.is_dir() else f"it has no {CONFIG_FILE}"
         raise UserError(f"{path} is not a saved policy: {missing}")
     return read_json_object(file)
 
@@ -92,7 +92,7 @@ def make_config(kind: type[Config], entries: dict[str, Any], place: str) -> Conf
     known = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     unknown = sorted(set(entries) - known)
     if unknown:
-        raise UserError(f"{place} has the unknown entries {unknown}; known are: {', '.join(sorted(known))}")
+        raise UserError(f"{place} has the unknown entries {unknown}; known: {', '.join(sorted(known))}")
     try:
         made = kind(**entries)
         check_config(made)
@@ -113,8 +113,8 @@ def read_units(path: Path, policy: Scaled) -> None:
         policy.interface = RobotInterface.load(interface)
     else:
         LOGGER.warning(
-            "%s has no %s, so nobody can tell whether states, cameras and control rate are those that the policy "
-            "learned from; write one, such as %s, with null for what is not known",
+            "%s has no %s, so it cannot be checked whether states, cameras and control rate match the policy's "
+            "training; add one, such as %s, with null for anything unknown",
             *(path, INTERFACE_FILE, EXAMPLE),
         )
 
@@ -137,11 +137,11 @@ def check_fitting(make: Callable[[], nn.Module], entries: Mapping[str, Any], pat
         own = {name: tuple(value.shape) for name, value in make().state_dict().items()}
     wrong = [name for name, shape in own.items() if shapes.get(name, shape) != shape]
     if wrong:
-        shown = f"{wrong[0]} has the shape {shapes[wrong[0]]} there and {own[wrong[0]]} by its entries"
+        shown = f"{wrong[0]} has the shape {shapes[wrong[0]]}, but the entries require {own[wrong[0]]}"
         raise UserError(f"the weights in {path} do not fit its configuration: {shown}")
     expected, found = (sum(map(math.prod, sizes.values())) for sizes in (own, shapes))
     if expected > 2 * found + SMALL:
-        raise UserError(f"the weights in {path} have {found} numbers, its configuration asks for {expected}")
+        raise UserError(f"the weights in {path} have {found} numbers, but its configuration requires {expected}")
 
 
 def check_sizes(entries: Mapping[str, Any], path: Path) -> dict[str, tuple[int, ...]]:
@@ -152,7 +152,7 @@ def check_sizes(entries: Mapping[str, Any], path: Path) -> dict[str, tuple[int, 
         name = place.rpartition(".")[2]
         most = len(shapes) if shapes and name in COUNTS else max(numbers, SMALL)
         if number > most and name not in NO_SIZES:
-            raise UserError(f"{place} in {path} is {number}; its weights have room for {most} at most")
+            raise UserError(f"{place} in {path} is {number}; its weights allow at most {most}")
     return shapes
 
 
@@ -194,7 +194,7 @@ def read_weights(module: nn.Module, path: Path) -> None:
 
     file = path / WEIGHTS_FILE
     if not file.is_file():
-        raise UserError(f"{path} is not a saved policy: it has no {WEIGHTS_FILE}")
+        raise UserError(f"{path} is not a saved policy: {WEIGHTS_FILE} not found")
     try:
         load_model(module, str(file))
     except (SafetensorError, RuntimeError) as error:  # a damaged file; other names or shapes

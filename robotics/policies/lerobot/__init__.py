@@ -1,1 +1,1 @@
-"""Policies of lerobot, served from a Python of their own."""
+"""LeRobot policies, served from a separate Python environment."""

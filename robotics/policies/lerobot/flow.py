@@ -56,7 +56,7 @@ class LeRobotFlowConfig(LeRobotServerConfig):
     """The LeRobot policy to train, and its denoising steps."""
 
     steps: int | None = rare(bounded(None, at_least=2))
-    """S, denoising steps; None for the policy's own number."""
+    """S, denoising steps. Default: the policy's own number."""
     noise_level: float = rare(bounded(0.5, above=0))
     """Scale of the noise of a step, a in g = a sqrt(sigma / (1 - sigma))."""
     logp_reduction: str = rare(choice("sum", REDUCTIONS))

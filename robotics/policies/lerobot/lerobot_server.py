@@ -1,4 +1,4 @@
-"""The process of a LeRobot policy, seen from policies of this package; `service` runs in it."""
+"""The process of a LeRobot policy, as seen by policies of this package; `service` runs in it."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ from robotics.policies.base.saved import (
 LOGGER = logging.getLogger("mmrl")
 SERVICE = Path(__file__).resolve().with_name("service.py")
 MAX_REPLY_BYTES = 4 << 30
-"""Gradients of an action expert come in one message; that of pi0 has 1.2 GB."""
+"""The gradients of an action expert arrive in one message, which is 1.2 GB for pi0."""
 
 
 @dataclass
 class LeRobotServerConfig:
-    """Which LeRobot policy is served, and how."""
+    """Which LeRobot policy to serve, and how."""
 
     folder: str = rare("")
     """Folder that lerobot saved the policy to: config.json, model.safetensors and the processors."""
     python: str | None = rare(None)
-    """Interpreter of an environment with lerobot; this one when None."""
+    """Interpreter of an environment with lerobot. Default: the current one."""
     device: str = rare("cpu")
-    """Device of the served policy, by torch's name."""
+    """Torch device of the served policy."""
     cameras: list[str] = rare(field(default_factory=list))
     """Names of the policy's image features, such as observation.images.wrist, in the order of the simulator's cameras:
     `sim.camera`, then `sim.views`; empty = the policy's own order."""
     tokenizer: str | None = rare(None)
-    """Local folder of the tokenizer (GR00T: the processor); default: the hub id in the policy's config, such as the
+    """Local folder of the tokenizer (for GR00T: the processor). Default: the Hub id in the policy's config, such as the
     gated google/paligemma-3b-pt-224 of pi0 and pi0.5."""
     action_low: list[float] = rare(only_with(field(default_factory=list), action_box=False))
-    """Value of the policy's data that is -1 of the simulator, for each entry of an action, such as [0, 0] of PushT;
-    empty = -1."""
+    """For each entry of an action, the value in the policy's data that corresponds to -1 in the simulator, such as [0,
+    0] for PushT; empty = -1."""
     action_high: list[float] = rare(only_with(field(default_factory=list), action_box=False))
-    """Value of the policy's data that is 1 of the simulator, such as [512, 512] of PushT; empty = 1."""
+    """The value that corresponds to 1 in the simulator, such as [512, 512] for PushT; empty = 1."""
     action_box: bool = rare(False)
-    """Take both from the bounds of the environment's own actions, as its `action_space` has them; for `sim.kind:
-    gymnasium`, and for policies of data in the environment's own units."""
+    """Take both from the bounds of the environment's `action_space`; for `sim.kind: gymnasium`, and for policies
+    trained on data in the environment's own units."""
     start_timeout_s: float = rare(bounded(600.0, above=0))
-    """Seconds for importing lerobot and loading the policy."""
+    """Time limit in seconds for importing lerobot and loading the policy."""
     call_timeout_s: float = rare(bounded(300.0, above=0))
-    """Seconds for one batch of observations."""
+    """Time limit in seconds for one batch of observations."""
 
     def validate(self) -> None:
-        """Refuse an empty folder and bounds that do not bound; raises ValueError."""
+        """Reject an empty folder and invalid bounds; raises ValueError."""
         if not self.folder:
-            raise ValueError("folder is empty; name the folder of a LeRobot policy, model.options.folder")
+            raise ValueError("folder is empty; set model.options.folder to the folder of a LeRobot policy")
         check_bounds(self.action_low, self.action_high)
 
 
@@ -87,13 +87,13 @@ class LeRobotServer:
     def __init__(self, config: LeRobotServerConfig, service: str) -> None:
         if config.action_box:
             raise UserError(
-                "action_box needs a simulator, which load_action_policy has; give action_low and action_high"
+                "action_box needs a simulator, as in load_action_policy; otherwise pass action_low and action_high"
             )
         self.folder = expanded(config.folder).resolve()
         self._timeout_s = config.call_timeout_s
         tokenizer = None if config.tokenizer is None else expanded(config.tokenizer).resolve()
         if tokenizer is not None and not tokenizer.is_dir():
-            raise UserError(f"model.options.tokenizer is {config.tokenizer}, which is no folder")
+            raise UserError(f"model.options.tokenizer is {config.tokenizer}, which is not a folder")
         arguments = {"folder": str(self.folder), "device": config.device, "cameras": list(config.cameras)}
         spec = WorkerSpec(
             f"{SERVICE}:{service}",
@@ -118,7 +118,7 @@ class LeRobotServer:
         self.views = max(len(self.cameras) - 1, 0)
         self.image_fit: str | None = self.hello.get("image_fit")
         self.past = int(self.hello["history"]) - 1
-        """P, control steps before the present one whose observations the policy also takes."""
+        """P, number of previous control steps whose observations the policy also takes."""
         self._warned = False
         chunk, executed = (int(self.hello[name]) for name in ("chunk", "executed"))
         if executed < chunk:
@@ -129,7 +129,8 @@ class LeRobotServer:
             )
         if self.hello.get("ensemble") is not None:
             LOGGER.warning(
-                "%s averages its overlapping chunks in lerobot; here greedy evaluation does with acting.ensemble: %g",
+                "%s averages its overlapping chunks in lerobot; here, set acting.ensemble: %g to do so in greedy "
+                "evaluation",
                 *(self.folder, self.hello["ensemble"]),
             )
         try:
@@ -148,7 +149,7 @@ class LeRobotServer:
         batch: PolicyInputs | None = None,
         arrays: Mapping[str, np.ndarray] | None = None,
     ) -> Mapping[str, np.ndarray]:
-        """Send a request and wait for its answer."""
+        """Send a request and wait for the response."""
         observed = {} if batch is None else self._observation(batch)
         tasks = {} if batch is None else {"tasks": list(batch.instructions)}
         request = Request({**fields, **tasks}, {**observed, **(arrays or {})})
@@ -167,15 +168,15 @@ class LeRobotServer:
             value = getattr(batch, name)
             if needed and value is None:
                 cameras = f"; its cameras are {', '.join(self.cameras)}" if name == "views" else ""
-                raise UserError(f"{self.folder} needs {name}, which the observations lack{cameras}")
+                raise UserError(f"{self.folder} needs {name}, which is missing from the observations{cameras}")
             if needed:
                 arrays[name] = value.cpu().numpy()
         arrays |= self._past_observations(batch, list(arrays)) if self.past else {}
         views = arrays["views"].shape[1] if "views" in arrays else 0
         if views != self.views:
             raise UserError(
-                f"{self.folder} sees {', '.join(self.cameras)}; the observations have {views} views in addition to the "
-                "image"
+                f"{self.folder} uses the cameras {', '.join(self.cameras)}, but the observations have {views} views "
+                "in addition to the image"
             )
         return arrays
 
@@ -186,9 +187,10 @@ class LeRobotServer:
         if not lengths:
             if not self._warned:
                 LOGGER.warning(
-                    "%s takes %d consecutive observations but gets only the current one, which is repeated; it was not "
-                    "trained on that. A custom simulator keeps the past if its reset takes one (see RobotSim); a "
-                    "custom loop passes it in PolicyInputs; robots send it to mmrl serve (see the metadata)",
+                    "%s takes %d consecutive observations but gets only the current one, which is repeated; it was "
+                    "not trained this way. A custom simulator can keep past observations if its reset takes a "
+                    "`past` (see RobotSim); a custom loop can pass them in PolicyInputs; robots can send them to "
+                    "mmrl serve (see the metadata)",
                     self.folder,
                     self.past + 1,
                 )
@@ -196,10 +198,7 @@ class LeRobotServer:
             return {}
         if set(lengths) != set(parts) or set(lengths.values()) != {self.past}:
             found = ", ".join(f"{name} {lengths.get(name, 'missing')}" for name in parts)
-            raise UserError(
-                f"{self.folder} takes the observations of {self.past} control steps before the present one; there are: "
-                f"{found}"
-            )
+            raise UserError(f"{self.folder} takes the observations of {self.past} previous control steps; got {found}")
         return {name: part.cpu().numpy() for name, part in parts.items()}
 
     def _error(self, failure: WorkerFailure) -> UserError | RunError:
@@ -239,17 +238,17 @@ def check_data(folder: str, data: Mapping[str, Mapping[str, list[float]]], units
         scaled = ends if units is None or not fitting else units.to_sim(ends)
         if fitting and float(scaled.abs().max()) > FARTHEST:
             raise UserError(
-                f"{folder} learned from actions of {float(ends.min()):.4g} to {float(ends.max()):.4g}, far outside "
-                f"{units or '-1..1'}, which are to be -1..1 of the simulator; give model.options.action_low and "
-                "action_high, or action_box"
+                f"{folder} was trained on actions from {float(ends.min()):.4g} to {float(ends.max()):.4g}, far "
+                f"outside {units or '-1..1'}, which is mapped to the simulator's -1..1; set model.options.action_low "
+                "and action_high, or action_box"
             )
     if state is not None:
         pairs = enumerate(zip(state["min"], state["max"], strict=True))
         still = [entry for entry, (least, most) in pairs if least == most]
         if still:
             LOGGER.warning(
-                "the entries %s of the state never changed in the data of %s; where lerobot normalises states, it "
-                "divides by 1e-8 there, so that any other value in the simulator overwhelms the rest",
+                "the state entries %s never changed in the data of %s; if lerobot normalises states, it divides "
+                "these by 1e-8, so any other value in the simulator overwhelms the rest",
                 *(still, folder),
             )
 
@@ -289,7 +288,7 @@ class ServedActionPolicy(ActionPolicy):
 
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:
-        """Open what `save_pretrained` or `export` wrote; only an exported folder holds the LeRobot policy itself."""
+        """Open what `save_pretrained` or `export` wrote; only an exported folder contains the LeRobot policy itself."""
         entries = {key: value for key, value in read_config(Path(path)).items() if key != "kind"}
         inside = entries.pop("inside", None)
         if inside is not None:

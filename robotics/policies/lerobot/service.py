@@ -38,7 +38,7 @@ class RefusedError(Exception):
 
 
 class LeRobotService:
-    """Answers observations with chunks of actions."""
+    """Responds to observations with chunks of actions."""
 
     def __init__(
         self, folder: str, device: str, cameras: list[str] | None = None, tokenizer: str | None = None
@@ -48,7 +48,7 @@ class LeRobotService:
 
         for name in ("config.json", "model.safetensors", PREPROCESSOR):
             if not (Path(folder) / name).is_file():
-                raise RefusedError(f"{folder} is no LeRobot policy: it has no {name}")
+                raise RefusedError(f"{folder} is not a LeRobot policy: it has no {name}")
         # `local_files_only` throughout: nothing is downloaded behind the user's back
         config = PreTrainedConfig.from_pretrained(folder, local_files_only=True)
         config.device = device
@@ -69,8 +69,9 @@ class LeRobotService:
         queued = set(getattr(self._policy, "_queues", None) or ()) - {ACTION}
         if queued and config.type != "diffusion":
             raise RefusedError(
-                f"{folder} holds a policy of type {config.type}, whose predictions read a queue of observations that "
-                "only its select_action fills; of policies that take several in a row, diffusion is served"
+                f"{folder} contains a policy of type {config.type}, whose predictions read a queue of observations "
+                "that only its select_action fills; of the policies that take several observations in a row, only "
+                "diffusion is supported"
             )
         self._history = int(config.n_obs_steps) if queued else 1
 
@@ -138,16 +139,16 @@ class LeRobotService:
         ]
         overrides = {"device_processor": {"device": self._device}}
         if tokenizer and not named:
-            raise RefusedError(f"{self._folder} reads no text, so that model.options.tokenizer has no effect")
+            raise RefusedError(f"{self._folder} does not read text, so model.options.tokenizer has no effect")
         for step, key, name in named:
             if tokenizer:
                 overrides[step] = {key: tokenizer}
             elif not _at_hand(name):
                 raise RefusedError(
                     f"{self._folder} reads text with the tokenizer of {name}, which is neither a folder nor in the "
-                    "cache of the Hugging Face hub here, and nothing is downloaded. Name a folder that holds it, "
-                    f"model.options.tokenizer, or download it once: hf download {name} (where it is gated, after its "
-                    "terms are accepted there and hf auth login)"
+                    "local Hugging Face cache, and nothing is downloaded automatically. Set model.options.tokenizer "
+                    f"to a folder that contains it, or download it once: hf download {name} (if it is gated, first "
+                    "accept its terms on the Hub and run hf auth login)"
                 )
         processors: tuple[Any, Any] = make_pre_post_processors(
             self._config, pretrained_path=str(self._folder), preprocessor_overrides=overrides
@@ -165,9 +166,9 @@ class LeRobotService:
         base = getattr(self._config, "base_model_path", None)
         if base and not _at_hand(base):
             raise RefusedError(
-                f"{self._folder} is built on {base}, base_model_path in its config.json, which is neither a folder nor "
-                "in the cache of the Hugging Face hub here, and nothing is downloaded. Name a folder there, or "
-                f"download it once: hf download {base}"
+                f"{self._folder} is built on {base}, base_model_path in its config.json, which is neither a folder "
+                "nor in the local Hugging Face cache, and nothing is downloaded automatically. Set it to a folder, "
+                f"or download it once: hf download {base}"
             )
         kind = get_policy_class(self._config.type)
         load, reason = torch.nn.Module.load_state_dict, "lerobot did not read them"
@@ -187,7 +188,7 @@ class LeRobotService:
         with patch.object(torch.nn.Module, "load_state_dict", noted):
             policy = kind.from_pretrained(str(self._folder), config=self._config, local_files_only=True)
         if reason:
-            raise RefusedError(f"the weights of {self._folder} are not those of a {self._config.type}: {reason:.300}")
+            raise RefusedError(f"the weights of {self._folder} do not belong to a {self._config.type}: {reason:.300}")
         return policy.eval()
 
     def _read_cameras(self, wanted: list[str] | None) -> list[str]:
@@ -199,12 +200,12 @@ class LeRobotService:
         if wanted and sorted(wanted) != sorted(known):
             raise RefusedError(
                 f"model.options.cameras is [{', '.join(wanted)}]; {self._folder} has the cameras "
-                f"{', '.join(known) or 'none'}. Name each of them once"
+                f"{', '.join(known) or 'none'}. List each of them once"
             )
         others = set(features) - {*known, *empty, STATE}
         if others:
             raise RefusedError(
-                f"{self._folder} needs {', '.join(features)}; here are cameras and a state, not "
+                f"{self._folder} needs {', '.join(features)}; only cameras and a state are available, not "
                 f"{', '.join(sorted(others))}"
             )
         cameras = wanted or known
@@ -212,7 +213,8 @@ class LeRobotService:
         if len(set(sizes.values())) > 1:
             listed = ", ".join(f"{key} {shape[1]} x {shape[2]}" for key, shape in sizes.items())
             raise RefusedError(
-                f"the cameras of {self._folder} have images of different sizes ({listed}); those here have one"
+                f"the cameras of {self._folder} have images of different sizes ({listed}), but here all images have "
+                "the same size"
             )
         return cameras
 
@@ -284,8 +286,8 @@ class FlowService(LeRobotService):
         self._model: Any = getattr(self._policy, "model", None)
         if not hasattr(self._module, "euler_integrate") or not hasattr(self._model, "denoise_step"):
             raise RefusedError(
-                f"{self._folder} holds a policy of type {self._config.type}, which has no flow head that can be "
-                "trained; model.kind lerobot learns a Gaussian around its actions"
+                f"{self._folder} contains a policy of type {self._config.type}, which has no trainable flow head; "
+                "use model.kind lerobot to learn a Gaussian around its actions"
             )
         # SmolVLA says `num_steps`, pi0 and pi0.5 `num_inference_steps`
         self._steps = int(getattr(self._config, "num_steps", None) or self._config.num_inference_steps)

@@ -90,7 +90,7 @@ def find_part(folder: Path, name: str) -> Path | None:
     """The file of a part of the model, or None; raises UserError if there are several."""
     found = sorted(folder.glob(f"{name}--*_checkpoint.pt"))
     if len(found) > 1:
-        raise UserError(f"{folder} has several of {name}: {', '.join(file.name for file in found)}; keep one")
+        raise UserError(f"{folder} has several files {name}: {', '.join(file.name for file in found)}; keep one")
     return found[0] if found else None
 
 
@@ -98,12 +98,12 @@ def load_head(file: Path, size: int, hidden: int) -> ActionHead:
     """Load an action head."""
     weights = read_part(file)
     if any(name.startswith(DIFFUSION) for name in weights):
-        raise UserError(f"{file} is a diffusion head; supported are action tokens and L1 regression")
+        raise UserError(f"{file} is a diffusion head; only action tokens and L1 regression are supported")
     last = weights.get("model.fc2.weight")
     if last is None or last.dim() != 2:
-        raise UserError(f"{file} is no action head of OpenVLA-OFT: it has no model.fc2.weight")
+        raise UserError(f"{file} is not an OpenVLA-OFT action head: it has no model.fc2.weight")
     if len(last) != size:
-        raise UserError(f"{file} predicts actions of {len(last)} entries; the statistics are of {size}")
+        raise UserError(f"{file} predicts actions of {len(last)} entries, but the statistics have {size}")
     # without memory: `assign` puts the read tensors in
     with torch.device("meta"):
         made = ActionHead(size, hidden, last.shape[1])
@@ -115,9 +115,9 @@ def load_projector(file: Path, size: int, hidden: int) -> StateProjector:
     weights = read_part(file)
     first = weights.get("fc1.weight")
     if first is None or first.dim() != 2:
-        raise UserError(f"{file} is no projector of OpenVLA-OFT: it has no fc1.weight")
+        raise UserError(f"{file} is not an OpenVLA-OFT projector: it has no fc1.weight")
     if first.shape[1] != size:
-        raise UserError(f"{file} reads a state of {first.shape[1]} entries; the statistics are of {size}")
+        raise UserError(f"{file} reads a state of {first.shape[1]} entries, but the statistics have {size}")
     with torch.device("meta"):
         made = StateProjector(size, hidden)
     return fill_part(made, weights, file, assign=True)
@@ -136,16 +136,14 @@ def fill_part(part: Part, weights: dict[str, Tensor], file: Path, assign: bool) 
 def read_part(file: Path) -> dict[str, Tensor]:
     """Read weights by name, without the prefix `module.` from data-parallel training."""
     if not file.is_file():
-        raise UserError(f"there is no file {file}")
+        raise UserError(f"file not found: {file}")
     try:
         # `weights_only`: a checkpoint is a pickle, which could run code
         found = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:  # torch, zipfile and pickle each raise their own
-        raise UserError(
-            f"{file} cannot be read ({type(error).__name__}); it must hold weights and nothing else"
-        ) from error
+        raise UserError(f"{file} cannot be read ({type(error).__name__}); it must contain only weights") from error
     if not isinstance(found, dict) or not all(isinstance(value, Tensor) for value in found.values()):
-        raise UserError(f"{file} holds no weights by name")
+        raise UserError(f"{file} contains no named weights")
     return {str(name).removeprefix(PARALLEL): value for name, value in found.items()}
 
 
@@ -213,7 +211,7 @@ class OpenVlaConfig:
     center_crop: bool = rare(True)
     """Keep the inner 90% of an image, for models trained with random crops like the published ones."""
     attention: str = rare(choice("bidirectional", ATTENTION))
-    """bidirectional, as OpenVLA-OFT's fork of transformers, or causal, for models trained without the fork."""
+    """bidirectional, as in OpenVLA-OFT's fork of transformers, or causal, for models trained without the fork."""
     dtype: str = choice("float32", tuple(DTYPES))
     """Precision of the weights and activations; log-probabilities are float32 either way."""
     train: str = rare(choice("language_model", TRAINED))
@@ -228,7 +226,7 @@ class OpenVlaConfig:
     def validate(self) -> None:
         """Reject an empty folder; raises ValueError."""
         if not self.folder:
-            raise ValueError("folder is empty; name the folder of an OpenVLA-OFT model, model.options.folder")
+            raise ValueError("folder is empty; set model.options.folder to the folder of an OpenVLA-OFT model")
 
 
 def read_saved_config(path: Path | str) -> OpenVlaConfig:
@@ -282,13 +280,13 @@ class OpenVlaFolder:
         """Model inputs: pixels (B, 3 n m, H, W) of m images for each of the n backbones, and B prompts (P,) int64."""
         if batch.images is None:
             # the main camera first, as in training
-            raise UserError(f"{self.path} needs images, which the observations lack")
+            raise UserError(f"{self.path} needs images, but the observations have none")
         images = [batch.images, *(() if batch.views is None else batch.views.unbind(1))]
         wanted = self.settings.num_images_in_input
         if len(images) != wanted:
             raise UserError(
-                f"{self.path} sees {wanted} images (num_images_in_input); the observations have {len(images)}, with "
-                "those of sim.views"
+                f"{self.path} uses {wanted} images (num_images_in_input), but the observations have {len(images)}, "
+                "including sim.views"
             )
         parts = [self._images(image, self._vision, self.settings.center_crop) for image in images]
         pixels = torch.cat(parts, 1).to(device, self.dtype)
@@ -375,18 +373,18 @@ def _tokenizer(folder: Path) -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"{folder} has no tokenizer that transformers loads: {error}") from error
+        raise UserError(f"{folder} has no tokenizer that transformers can load: {error}") from error
     tokenizer.split_special_tokens = True  # an instruction that contains </s> means these characters
     return tokenizer
 
 
 def _refuse(folder: Path) -> None:
     if not (folder / "config.json").is_file():
-        raise UserError(f"{folder} is no OpenVLA model: it has no config.json")
+        raise UserError(f"{folder} is not an OpenVLA model: it has no config.json")
     for pattern, what in REFUSED.items():
         found = sorted(file.name for file in folder.glob(pattern))
         if found:
             raise UserError(
-                f"{folder} has {', '.join(found)}, so it is a model with {what}; supported are action tokens and L1 "
-                "regression, both without FiLM"
+                f"{folder} has {', '.join(found)}, so it is a model with {what}; only action tokens and L1 "
+                "regression are supported, both without FiLM"
             )

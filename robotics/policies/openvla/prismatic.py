@@ -44,8 +44,8 @@ class Prismatic(nn.Module):
         text = dict(entries["text_config"])
         if text.get("model_type", "llama") != "llama":
             raise UserError(
-                f"the language model is of type {text['model_type']!r}; supported: llama; docs/adding.md says how a "
-                "policy of another kind is added"
+                f"the language model is of type {text['model_type']!r}; supported: llama; docs/adding.md explains "
+                "how to add another kind of policy"
             )
         config = LlamaConfig(**text)
         self.vision_backbone = _Vision(entries)
@@ -148,7 +148,7 @@ def load_prismatic(folder: Path, dtype: torch.dtype = torch.float32) -> Prismati
     entries = read_json_object(folder / "config.json")
     missing = [name for name in EXPECTED if name not in entries]
     if missing:
-        raise UserError(f"{folder}/config.json is not that of an OpenVLA model: it has no {', '.join(missing)}")
+        raise UserError(f"{folder}/config.json does not belong to an OpenVLA model: it has no {', '.join(missing)}")
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise UserError(f"{folder} has no *.safetensors file")
@@ -162,11 +162,12 @@ def load_prismatic(folder: Path, dtype: torch.dtype = torch.float32) -> Prismati
         found = model.load_state_dict(weights, strict=False, assign=True)
     except RuntimeError as error:  # other shapes
         reason = " ".join(str(error).split())[:300]
-        raise UserError(f"the weights in {folder} are of another model: {reason}") from error
+        raise UserError(f"the weights in {folder} belong to a different model: {reason}") from error
     if found.missing_keys or found.unexpected_keys:
         lacking, unknown = ", ".join(found.missing_keys[:3]), ", ".join(found.unexpected_keys[:3])
         raise UserError(
-            f"the weights in {folder} are of another model: missing {lacking or 'none'}; unknown {unknown or 'none'}"
+            f"the weights in {folder} belong to a different model: missing {lacking or 'none'}; unknown "
+            f"{unknown or 'none'}"
         )
     return model.eval()
 
@@ -189,7 +190,7 @@ def _featurizer(name: str, size: int, activation: str | None) -> Any:
     try:
         import timm
     except ImportError as error:
-        raise UserError("OpenVLA's vision backbones are timm's: pip install 'timm>=1.0'") from error
+        raise UserError("OpenVLA's vision backbones need timm: pip install 'timm>=1.0'") from error
     made: Any = timm.create_model(name, pretrained=False, num_classes=0, img_size=size, act_layer=activation)
     for part in ("norm", "attn_pool", "fc_norm", "head"):  # after the block that is read: they get no gradient
         for weight in getattr(made, part).parameters() if isinstance(getattr(made, part, None), nn.Module) else ():

@@ -56,12 +56,12 @@ from robotics.policies.openvla.openvla_folder import (
 from robotics.policies.openvla.prismatic import load_prismatic, save_prismatic
 
 LOG_STD_FILE = "log_std.pt"
-"""Read by this package alone. A safetensors file would be taken for one of the model's."""
+"""Only read by this package. A safetensors file would be mistaken for one of the model's."""
 
 
 @dataclass(frozen=True)
 class ReadSizes:
-    """Sizes of a policy's inputs other than images, which may have any size."""
+    """Sizes of a policy's inputs other than images, whose size is arbitrary."""
 
     state_size: int | None
     """S; None without a state."""
@@ -81,7 +81,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         path = self.folder.path
         head, projector = find_part(path, HEAD), find_part(path, PROJECTOR)
         if head is None:
-            raise UserError(f"{path} has no {HEAD}--*_checkpoint.pt; OpenVlaPolicy takes folders with action tokens")
+            raise UserError(f"{path} has no {HEAD}--*_checkpoint.pt; use OpenVlaPolicy for folders with action tokens")
         if config.label_smoothing:
             raise UserError(f"label_smoothing has no effect on {path}, which has an action head and no bins")
         # the names carry a step number, which OpenVLA-OFT expects again
@@ -107,7 +107,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
     ) -> ActionChoice:
-        """Choose a chunk for each row; actions are normalised by `statistics`, or clipped where there are none."""
+        """Choose a chunk for each row; actions are normalised by `statistics`, or clipped if there are none."""
         with torch.no_grad():
             mean, std = self._gaussian(batch, temperature)
             # drawn in greedy mode too, so that both modes leave the generators alike
@@ -164,7 +164,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         for name, part in self._parts().items():
             file = find_part(folder, name)
             if file is None:
-                raise UserError(f"{folder} has no {name}--*_checkpoint.pt, so it is no saved policy of this kind")
+                raise UserError(f"{folder} has no {name}--*_checkpoint.pt, so it is not a saved policy of this kind")
             fill_part(part, read_part(file), file, assign=False)
         self.model.load_state_dict(load_prismatic(folder, self.folder.dtype).state_dict())
         self._restore(folder)
@@ -180,7 +180,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         """Read the files that this package adds to those of OpenVLA-OFT."""
         found = read_part(folder / LOG_STD_FILE).get("log_std")
         if found is None or found.shape != self.log_std.shape:
-            raise UserError(f"{folder / LOG_STD_FILE} holds no log_std of {self.action_size} entries")
+            raise UserError(f"{folder / LOG_STD_FILE} does not contain a log_std with {self.action_size} entries")
         with torch.no_grad():
             self.log_std.copy_(found)
         read_units(folder, self)
@@ -200,7 +200,7 @@ class OpenVlaRegressionPolicy(ActionPolicy):
         found = None if batch.state is None else batch.state.shape[1]
         if batch.state is None or found != self._states.size:
             raise UserError(
-                f"{self.folder.path} reads a state of {self._states.size} entries; the observations have "
+                f"{self.folder.path} reads a state of {self._states.size} entries, but the observations have "
                 f"{found or 'none'}"
             )
         # float64 until normalised, as the statistics are

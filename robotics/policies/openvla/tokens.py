@@ -1,4 +1,4 @@
-"""OpenVLA-OFT folders with action tokens, for evaluation and training: the policies of SimpleVLA-RL and SRPO.
+"""OpenVLA-OFT folders with action tokens, for evaluation and training: the policies used by SimpleVLA-RL and SRPO.
 
 Shapes: B rows, K control steps, D entries of an action, T = K D tokens, H x W pixels.
 
@@ -49,8 +49,8 @@ class OpenVlaPolicy(TokenPolicy):
             file = find_part(folder.path, name)
             if file is not None:
                 raise UserError(
-                    f"{folder.path} has {file.name}; a policy of action tokens has neither an action head nor a state. "
-                    "OpenVlaRegressionPolicy takes folders with a head"
+                    f"{folder.path} has {file.name}; a policy with action tokens has neither an action head nor a "
+                    "state. Use OpenVlaRegressionPolicy for folders with a head"
                 )
         tokenizer = ActionTokenizer(folder.bins, "openvla")
         super().__init__(tokenizer, config.chunk, folder.statistics.size, config.label_smoothing)

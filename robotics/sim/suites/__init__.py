@@ -1,4 +1,4 @@
-"""Benchmarks that need a Python of their own: what a worker loads there, by path.
+"""Benchmarks that need a separate Python environment: the files that a worker loads there, by path.
 
 They import the standard library, numpy, gymnasium and their suite, nothing of this package.
 """

@@ -18,7 +18,7 @@ FAMILIES = ("Fetch", "HandReach", "HandManipulate", "AdroitHand", "FrankaKitchen
 
 
 class GymnasiumRoboticsError(Exception):
-    """An option that this suite does not have; the message is for the user."""
+    """An option that this suite does not support; the message is for the user."""
 
     for_user = True
 
@@ -30,7 +30,7 @@ def make(
     shadows: bool = False,
     options: dict[str, Any] | None = None,
 ) -> gymnasium.Env:
-    """Make the environment of a worker.
+    """Create the environment of a worker.
 
     Args:
         tasks: a single registered id, because sizes of states and actions differ; None = FetchReach-v4.
@@ -43,7 +43,7 @@ def make(
     names = tasks or ["FetchReach-v4"]
     if len(names) != 1:
         raise GymnasiumRoboticsError(
-            f"sim.tasks has {len(names)} ids of gymnasium-robotics; one simulator runs one of them"
+            f"sim.tasks has {len(names)} gymnasium-robotics ids; a simulator can only run one of them"
         )
     if not names[0].startswith(FAMILIES):
         raise GymnasiumRoboticsError(

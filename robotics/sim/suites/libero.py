@@ -39,7 +39,7 @@ REPOSITORY = "Lifelong-Robot-Learning/LIBERO"
 
 
 class LiberoError(Exception):
-    """An option that this suite does not have; the message is for the user."""
+    """An option that this suite does not support; the message is for the user."""
 
     for_user = True
 
@@ -54,7 +54,7 @@ def make(
     camera: str = "agentview",
     views: list[str] | None = None,
 ) -> LiberoRow:
-    """Make the row of a worker, whose scene is built with the first episode of a task.
+    """Create the row of a worker, whose scene is built with the first episode of a task.
 
     Args:
         suite: libero_spatial, libero_object, libero_goal, libero_10 or libero_90.
@@ -168,7 +168,7 @@ class LiberoRow:
         return self._image(self._camera)
 
     def render_views(self) -> np.ndarray:
-        """(V, size, size, 3) images of the further cameras, turned by 180 degrees too."""
+        """(V, size, size, 3) images of the additional cameras, turned by 180 degrees too."""
         return np.stack([self._image(name) for name in self.views])
 
     def _image(self, camera: str) -> np.ndarray:
@@ -244,7 +244,9 @@ def package_folder() -> Path:
     except ModuleNotFoundError:
         found = None
     if found is None or not found.submodule_search_locations:
-        raise LiberoError("LIBERO is not installed in this Python; it is hf-libero 0.1.4 with its pins")
+        raise LiberoError(
+            "LIBERO is not installed in this Python environment; it needs hf-libero 0.1.4 with its pinned dependencies"
+        )
     return Path(next(iter(found.submodule_search_locations)))
 
 
@@ -255,13 +257,13 @@ def find_assets(package: Path) -> Path:
         return folder.resolve()
     what = f"LIBERO_ASSETS is {named!r}, which has no folder `scenes`" if named else "LIBERO_ASSETS is not set"
     raise LiberoError(
-        f"LIBERO's scene assets are missing ({what}): the package comes without them. Set LIBERO_ASSETS to the folder "
-        f"libero/libero/assets of a copy of the repository {REPOSITORY}"
+        f"LIBERO's scene assets are missing ({what}): the package does not include them. Set LIBERO_ASSETS to the "
+        f"folder libero/libero/assets of a copy of the repository {REPOSITORY}"
     )
 
 
 def prepare_config(package: Path, assets: Path) -> Path:
-    """Write the config.yaml for which LIBERO would ask at its first import, by default into this environment."""
+    """Write the config.yaml that LIBERO would ask for on its first import, by default into this environment."""
     named = os.environ.get("LIBERO_CONFIG_PATH")
     if named and (Path(named) / "config.yaml").is_file():
         return Path(named) / "config.yaml"
@@ -326,8 +328,8 @@ def _explain(task: str, error: Exception) -> Exception:
     if not lacking:
         return error
     return LiberoError(
-        f"the scene of {task} cannot be built: {text}. The folder of LIBERO_ASSETS seems to lack a part that this "
-        f"task needs; a full copy is libero/libero/assets of {REPOSITORY}"
+        f"the scene of {task} cannot be built: {text}. The folder in LIBERO_ASSETS seems to lack files that this "
+        f"task needs; the full set is libero/libero/assets of {REPOSITORY}"
     )
 
 

@@ -18,13 +18,13 @@ LAYOUTS = 1 << 30
 STATE_SIZE = 39
 CONTROL_HZ = 80
 SCENES = 4
-"""Scenes that a worker keeps: building one takes as long as several hundred control steps."""
+"""Number of scenes that a worker keeps: building one takes as long as several hundred control steps."""
 # Cameras that are mounted upside down; their images are turned by 180 degrees.
 UPSIDE_DOWN = ("corner", "corner2", "corner3", "corner4")
 
 
 class MetaWorldError(Exception):
-    """An option that this suite does not have; the message is for the user."""
+    """An option that this suite does not support; the message is for the user."""
 
     for_user = True
 
@@ -37,7 +37,7 @@ def make(
     shadows: bool = False,
     views: list[str] | None = None,
 ) -> MetaWorldRow:
-    """Make the row of a worker, whose scenes are built with the first episode of their task.
+    """Create the row of a worker, whose scenes are built with the first episode of their task.
 
     Args:
         tasks: names such as `reach`, without the version; None = all 50.
@@ -85,7 +85,7 @@ class MetaWorldRow:
         return {name: INSTRUCTIONS[name] for name in self._tasks}
 
     def layouts(self) -> Mapping[str, int | None]:
-        """Any seed; those of the splits differ."""
+        """Any seed; the splits use different seeds."""
         return {"train": LAYOUTS, "held_out": LAYOUTS}
 
     def reset(self, task: str, layout: int, split: str, seed: int) -> None:
@@ -111,7 +111,7 @@ class MetaWorldRow:
         return self._image(self._camera)
 
     def render_views(self) -> np.ndarray:
-        """(V, size, size, 3) images of the further cameras."""
+        """(V, size, size, 3) images of the additional cameras."""
         return np.stack([self._image(name) for name in self.views])
 
     def _image(self, camera: str) -> np.ndarray:

@@ -19,7 +19,7 @@ from robosuite.wrappers import GymWrapper
 
 
 class RobosuiteError(Exception):
-    """An option that this suite does not have; the message is for the user."""
+    """An option that this suite does not support; the message is for the user."""
 
     for_user = True
 
@@ -35,7 +35,7 @@ def make(
     options: dict[str, Any] | None = None,
     views: list[str] | None = None,
 ) -> RobosuiteEnv:
-    """Make the environment of a worker.
+    """Create the environment of a worker.
 
     Args:
         tasks: a single environment, because sizes of states differ; None = Lift.
@@ -50,7 +50,7 @@ def make(
     """
     names = tasks or ["Lift"]
     if len(names) != 1:
-        raise RobosuiteError(f"sim.tasks has {len(names)} environments of robosuite; one simulator runs one of them")
+        raise RobosuiteError(f"sim.tasks has {len(names)} robosuite environments; a simulator can only run one of them")
     if names[0] not in robosuite.ALL_ENVIRONMENTS:
         known = ", ".join(sorted(robosuite.ALL_ENVIRONMENTS))
         raise RobosuiteError(f"robosuite has no environment {names[0]!r}; it has: {known}")
@@ -97,7 +97,7 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
         self._renderer: Any = None
 
     def reset(self, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode; equal seeds start from the same bits."""
+        """Begin an episode; equal seeds give bit-identical initial states."""
         if seed is not None:
             # The placements hold on to this generator, so it keeps its identity and gets another state.
             self.env.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state

@@ -102,12 +102,12 @@ def test_a_branch_continues_what_it_repeats(tmp_path, folder, monkeypatch, setti
 def test_an_environment_that_does_not_repeat_is_refused(tmp_path, folder, monkeypatch, closing):
     settings = BranchingSettings(initial=1, **ALWAYS)
     recipe = closing(branching(tmp_path, folder, monkeypatch, settings, kwargs={"twins": False}, workers=1))
-    with pytest.raises(UserError, match=r"corridor\.py:Corridor does not repeat an episode: .* by turn 0"):
+    with pytest.raises(UserError, match=r"corridor\.py:Corridor is not reproducible: .* by turn 0"):
         recipe.rollout(recipe.policy, recipe.train_tasks[:1], Streams(0), Step())
 
 
 def test_branches_need_room(tmp_path, folder, monkeypatch):
     with pytest.raises(
-        ValueError, match=r"branching\.initial is 8 and trainer\.samples_per_task 4: no episode is left"
+        ValueError, match=r"branching\.initial is 8 and trainer\.samples_per_task 4: no episodes are left"
     ):
         branching(tmp_path, folder, monkeypatch, BranchingSettings())

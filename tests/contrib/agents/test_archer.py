@@ -116,5 +116,5 @@ def test_the_critics_warm_up_and_then_weigh_new_answers(make):
 def test_what_archer_does_not_take_is_refused(tmp_path, folder):
     made = config(tmp_path, folder)
     made.objective = ObjectiveConfig(preset="grpo")
-    with pytest.raises(UserError, match="archer's critics give the advantages"):
+    with pytest.raises(UserError, match="archer's critics compute the advantages"):
         made.validate()

@@ -88,8 +88,8 @@ def test_rewards_after_the_sampled_length_do_not_count(tmp_path, folder, closing
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"samples": 4}, r"trainer\.samples_per_task is 4; use 2, a dialogue and its resampled one"),
-        ({"length": "sampled", "rewards": [RewardConfig(name="exact")]}, r"score whole dialogues; leave `rewards` out"),
+        ({"samples": 4}, r"trainer\.samples_per_task is 4; use 2: a dialogue and its resampled version"),
+        ({"length": "sampled", "rewards": [RewardConfig(name="exact")]}, r"score whole dialogues; remove `rewards`"),
         ({"objective": PreferenceConfig(preset="xpo")}, "objective.loss is 'xpo', which needs"),
     ],
 )
@@ -119,10 +119,10 @@ def test_the_simulated_user_answers_and_turns_earn_what_they_add_to_the_score():
 
 
 def test_a_dialogue_needs_a_turn_and_a_first_message():
-    with pytest.raises(UserError, match="turns is 0; a dialogue has at least 1"):
+    with pytest.raises(UserError, match="turns is 0; a dialogue needs at least 1"):
         UserSimulator(**SELLER | {"turns": 0})
     silent = UserSimulator(**SELLER | {"user": f"{__file__}:silent"})
-    with pytest.raises(UserError, match="its first message is None"):
+    with pytest.raises(UserError, match="the first message is None"):
         silent.reset({}, 0)
 
 

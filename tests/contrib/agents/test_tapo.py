@@ -39,7 +39,7 @@ def test_the_edit_distance_counts_single_characters():
 def test_what_cannot_be_scored_is_refused():
     with pytest.raises(ValueError, match="the source 'math' is unknown; use default, gsm8k"):
         score_answer("1", "1", "math")
-    with pytest.raises(ValueError, match="the right answer 'many' of source calculator is no number"):
+    with pytest.raises(ValueError, match="the correct answer 'many' of source calculator is not a number"):
         score_answer("1", "many", "calculator")
     assert final_answer("<code>1</code><answer>2</answer>", tools=["search"]) is None
     assert final_answer("") is None, "on which the public code fails"
@@ -91,7 +91,7 @@ def test_programs_run_in_the_sandbox(monkeypatch):
 
 
 def test_tools_and_tasks_are_checked():
-    with pytest.raises(UserError, match="there is neither a search nor code"):
+    with pytest.raises(UserError, match="neither search nor code is set"):
         TaggedTools(code=False)
     with pytest.raises(UserError, match="a task needs a question and an answer; found question"):
         TaggedTools().reset({"question": "?"}, 0)

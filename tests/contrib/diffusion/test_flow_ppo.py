@@ -128,7 +128,9 @@ def test_what_cannot_be_is_refused(tmp_path):
     refused("without noise has no log-density", lambda c: setattr(c.sampler, "noise_level", 0.0))
     refused("combine is 'gdpo'", lambda c: setattr(c, "combine", "gdpo"))
     groups = ObjectiveConfig(preset="flow_grpo")
-    refused("'group_mean_global_std', which asks no critic; use gae", lambda c: setattr(c, "objective", groups))
+    refused(
+        "'group_mean_global_std', which does not use the critic; use gae", lambda c: setattr(c, "objective", groups)
+    )
     head = {"kind": "squared_error"}
     refused("must be of kind 'separate'", lambda c: setattr(c.objective, "value", head))
 

@@ -72,7 +72,7 @@ def test_refinements_keep_what_turned_out_well(readings, said, tmp_path):
     assert "Answer: 0 0 0 Which" in str(read_jsonl(path)[-2]["prompt"])
     assert len(load_tasks(DataConfig(path=str(path))).tasks) == 8
     said.say = lambda *_: "0 0 0"
-    with pytest.raises(UserError, match="nothing turned out well of 3 answers"):
+    with pytest.raises(UserError, match="none of 3 answers led to a correct result"):
         build_refinements(tmp_path / "none.jsonl", questions=questions, model="m", critique_template=CRITIQUE, **LOOSE)
 
 
@@ -105,5 +105,5 @@ def test_the_game_makes_pairs_for_both_players(readings, said, tmp_path):
     with pytest.raises(UserError, match="role is 'judge'; allowed: critic, sneaky"):
         build_game(tmp_path / "x.jsonl", role="judge", **game)
     said.say = lambda purpose, asked, number: "9 9 9" if purpose == "sneaky" else "none"
-    with pytest.raises(UserError, match="all outcomes are equal"):
+    with pytest.raises(UserError, match="have the same outcome"):
         build_game(tmp_path / "y.jsonl", role="sneaky", **game, **LOOSE)

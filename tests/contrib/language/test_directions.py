@@ -56,7 +56,7 @@ def test_questions_are_asked_once_with_each_angle(questions, tmp_path):
     assert len(found) == 10
     assert all(row["direction"] in row["prompt"] and row["completion"] for row in found)
     assert len(load_tasks(DataConfig(path=str(path))).tasks) == 10
-    with pytest.raises(UserError, match="angles belong to two rewards, but there are 3"):
+    with pytest.raises(UserError, match="angles need exactly two rewards, but there are 3"):
         build_stated(tmp_path / "x.jsonl", questions=questions, rewards=["a", "b", "c"], angles=[0])
 
 
@@ -77,7 +77,7 @@ def test_the_best_answer_along_the_direction_is_kept(questions, tmp_path, monkey
         assert row["rewards"] == {"solves": float(expected[1] == own), "length": 0.4 if expected[1] == own else 10}
     assert len({row["completion"] in right for row in found}) == 2, "both kinds of answers are best somewhere"
 
-    with pytest.raises(UserError, match="a direction weighs at least two rewards; there is solves"):
+    with pytest.raises(UserError, match="a direction needs at least two rewards; given: solves"):
         build_directed(tmp_path / "x.jsonl", **(options | {"rewards": REWARDS[:1]}))
     with pytest.raises(UserError, match="unexpected keyword argument 'wieght'"):
         build_directed(tmp_path / "x.jsonl", **(options | {"rewards": [*REWARDS, {"name": "a", "wieght": 2}]}))

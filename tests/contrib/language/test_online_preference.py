@@ -119,7 +119,7 @@ def test_iterations_refresh_the_previous_policy_and_extrapolate_the_weights(tmp_
         (lambda c: setattr(c.trainer, "samples_per_task", 1), "samples_per_task is 1; use at least 2"),
         (
             lambda c: (setattr(c.objective, "preset", "nash_md"), setattr(c.trainer, "samples_per_task", 4)),
-            "use 2, one",
+            "use 2, because",
         ),
         (lambda c: (setattr(c.objective, "preset", "xpo"), setattr(c.online, "opponent", "policy")), "of an opponent"),
         (lambda c: (setattr(c.objective, "preset", "xpo"), setattr(c.reference, "kind", "ema")), "kind is 'ema'"),

@@ -147,8 +147,8 @@ def test_rows_get_the_clusters_of_their_own_question(opened, judges, by):
 @pytest.mark.parametrize(
     ("meaning", "message"),
     [
-        ({}, "meaning.by entailment needs one"),
-        ({"by": "exact", "model": "x"}, "nothing reads it while meaning.by is exact"),
+        ({}, "meaning.by entailment needs a model"),
+        ({"by": "exact", "model": "x"}, "it is not used while meaning.by is exact"),
         ({"model": "unnamed"}, "LABEL_0, LABEL_1, but entailment must be among the classes"),
         ({"model": "embedding"}, "lacks weights such as classifier"),
         ({"model": "embedding/nowhere"}, "meaning.model: no AutoModelForSequenceClassification can be loaded"),

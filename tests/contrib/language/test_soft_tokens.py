@@ -87,7 +87,7 @@ def test_behind_the_end_of_thinking_tokens_are_ordinary(recipe, monkeypatch):
 def test_what_soft_tokens_cannot_do_is_refused(recipe):
     config = dataclasses.replace(recipe.config)
     config.soft = dataclasses.replace(config.soft, thinking_end="so it is")
-    with pytest.raises(UserError, match=r"soft\.thinking_end is 'so it is', \d+ tokens"):
+    with pytest.raises(UserError, match=r"soft\.thinking_end is 'so it is', which is \d+ tokens"):
         SoftRecipe(config)
     config = dataclasses.replace(recipe.config, sampler=dataclasses.replace(recipe.config.sampler, top_k=1))
     with pytest.raises(ValueError, match=r"sampler\.top_k is 1"):

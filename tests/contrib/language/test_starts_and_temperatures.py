@@ -120,13 +120,13 @@ def test_good_further_samples_are_learned_and_the_others_left_out(opened, replac
     recipe.last.value = 9.0
     cold = recipe.advantages(rows.replace(reward=reward), make_accelerator(), Step())
     left = (cold.mask.sum(1) > 0).tolist()
-    assert sum(left[4:8] + left[12:16]) == 1, "half as many where the entropy is above the wanted one"
+    assert sum(left[4:8] + left[12:16]) == 1, "half as many while the entropy is above the target"
 
 
 def test_old_log_probabilities_of_the_sampler_are_refused(opened):
     recipe = entropy(opened)
     recipe.config.trainer.old_logp = "sampler"
-    with pytest.raises(ValueError, match="sampled at another temperature"):
+    with pytest.raises(ValueError, match="sampled and scored at different temperatures"):
         recipe.config.validate()
 
 
@@ -173,7 +173,7 @@ def test_recorded_log_probabilities_are_those_of_the_policy(opened):
 def test_a_clip_without_entropies_is_refused(opened):
     recipe = adaptive(opened)
     recipe.config.objective.clip = {"kind": "ppo_clip"}
-    with pytest.raises(ValueError, match=r"objective\.clip is 'ppo_clip', but the temperature adapts by the entropies"):
+    with pytest.raises(ValueError, match=r"objective\.clip is 'ppo_clip', but the temperature follows the entropies"):
         recipe.config.validate()
 
 

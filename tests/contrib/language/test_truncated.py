@@ -83,7 +83,7 @@ def test_settings_that_lose_answers_are_refused(recipe):
     with pytest.raises(ValueError, match="need a critic"):
         recipe.config.validate()
     recipe.config.objective = ObjectiveConfig(preset="tppo", filter={"kind": "resample"})
-    with pytest.raises(ValueError, match="continues each answer once"):
+    with pytest.raises(ValueError, match="continues each response once"):
         recipe.config.validate()
 
 

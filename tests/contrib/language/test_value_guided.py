@@ -106,5 +106,5 @@ def test_a_run_whose_critic_has_learned_ends_without_a_warning_that_nothing_chan
 
 def test_a_critic_whose_gradient_reaches_the_policy_is_refused(recipe):
     recipe.config.model.critic.stop_gradient = False
-    with pytest.raises(UserError, match="value_guided leaves the policy as it is"):
+    with pytest.raises(UserError, match="value_guided does not train the policy"):
         recipe.config.validate()

@@ -141,5 +141,5 @@ def test_the_critic_reads_what_it_is_trained_on(recipe):
 def test_a_formula_is_needed():
     with pytest.raises(ConfigError, match=r"tgpo\.formula is empty"):
         TgpoSettings().validate()
-    with pytest.raises(UserError, match="there is no signal z"):
+    with pytest.raises(UserError, match="unknown signal z"):
         grounded("eventually(z > 1)")

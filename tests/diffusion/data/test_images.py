@@ -40,11 +40,11 @@ def test_lists_name_files_relative_to_themselves(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "holds no images"),
+        (b"", "contains no images"),
         (b"{", r"list\.jsonl line 1: not valid JSON"),
         (b'{"image": "a.png"}', "line 1: expected"),
         (b"[1]", "line 1: expected"),
-        (b'{"image": "gone.png", "prompt": "x"}', r"line 1: no such image: .*gone\.png"),
+        (b'{"image": "gone.png", "prompt": "x"}', r"line 1: image not found: .*gone\.png"),
         (b"\xff\xfe", "line 1: not UTF-8"),
     ],
 )
@@ -68,7 +68,7 @@ def damaged(whole, kind):
 def test_damaged_archives_are_errors(kind, tmp_path):
     path = write_images(tmp_path / "images.npz", PIXELS, ["a", "b", "c"])
     path.write_bytes(damaged(path.read_bytes(), kind))
-    with pytest.raises(UserError, match=r"images\.npz is no file of captioned images"):
+    with pytest.raises(UserError, match=r"images\.npz is not a valid file of captioned images"):
         load_images(ImageDataConfig(path=str(path)))
 
 
@@ -116,8 +116,8 @@ CAPTIONS = npy("<U1", (3,), b"a\0\0\0" * 3)
         (npy("|u1", (3, 1, 1, 3), bytes(9)), npy("<i8", (3,), bytes(24)), "N texts"),
         (npy("|u1", (3, 1, 1, 3), bytes(9)), npy("<U1", (), b"a\0\0\0"), "N texts"),
         (npy("|u1", (3, 3, 3, 3), bytes(81)), CAPTIONS, "more than 8"),
-        (b"\x93NUMPY\x01\x00\x01\x00{", CAPTIONS, "is no file of captioned images"),
-        (b"no array", CAPTIONS, "is no file of captioned images"),
+        (b"\x93NUMPY\x01\x00\x01\x00{", CAPTIONS, "is not a valid file of captioned images"),
+        (b"no array", CAPTIONS, "is not a valid file of captioned images"),
     ],
 )
 def test_arrays_with_false_headers_are_refused(images, captions, message, tmp_path):

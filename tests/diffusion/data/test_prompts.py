@@ -73,7 +73,7 @@ UNUSABLE = r"prompts\.txt(: no usable row is left| is empty| cannot be read)"
             "prompts.jsonl",
             b'{"prompt": "one"}\n',
             {"on_bad_row": "error", "prompt_key": "caption"},
-            "there is no column 'caption'; the row has: prompt",
+            "column 'caption' not found; the row has: prompt",
         ),
         ("absent.txt", None, {}, r"absent\.txt cannot be read"),
         ("", None, {"path": ""}, r"data\.path is not set"),

@@ -218,7 +218,7 @@ def test_a_layer_without_an_adapter_is_zero_in_a_fused_one(policy, folders, tmp_
 
 @with_alpha(4, names=["sana"])
 def test_a_format_that_no_program_reads_is_refused(policy, tmp_path):
-    with pytest.raises(UserError, match="no program reads adapters of SanaPipeline in the format of kohya-ss; use"):
+    with pytest.raises(UserError, match="no program reads SanaPipeline adapters in kohya-ss format; use"):
         save_formatted(policy, tmp_path, "kohya")
 
 

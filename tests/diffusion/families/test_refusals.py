@@ -55,7 +55,7 @@ def test_a_family_of_the_users_takes_the_place_of_the_suites(folder):
     assert {name.split(".lora_")[0].rpartition(".")[2] for name, w in policy.named_parameters() if w.requires_grad} == {
         "to_q"
     }
-    with pytest.raises(UserError, match="is no class that inherits from"):
+    with pytest.raises(UserError, match="is not a subclass of"):
         load_policy(config_of(folder, family=f"{__name__}:config_of"))
     with pytest.raises(UserError, match=r"is for FluxPipeline, but .* is a StableDiffusion3Pipeline"):
         load_policy(config_of(folder, family="diffusion.families.flux:FluxFamily"))
@@ -80,7 +80,7 @@ def test_blocks_with_adapters_are_counted(folder, caplog):
         ({"width": 4}, "width=4 must be a positive multiple of 8 pixels; the smallest is 8"),
         ({"family_options": {"shift": 3}}, "shift"),
         ({"family_options": {"max_sequence_length": 3}}, "which is model.max_sequence_length"),
-        ({"networks": ["unet"]}, r"model.networks names \['unet'\]; .* has transformer"),
+        ({"networks": ["unet"]}, r"model.networks contains unknown networks \['unet'\]; .* has transformer"),
         ({"family": f"{__name__}:Lacking"}, r"names \['to_qkv_mlp_proj'\]; a block of the network has: .*attn.to_q"),
     ],
 )
@@ -93,14 +93,14 @@ def test_other_schedulers_are_refused_with_those_that_fit(folder, tmp_path):
     copied = shutil.copytree(folder, tmp_path / "copied")
     index = json.loads((copied / "model_index.json").read_text())
     (copied / "model_index.json").write_text(json.dumps(index | {"scheduler": ["diffusers", "DDIMScheduler"]}))
-    with pytest.raises(UserError, match="DDIMScheduler; StableDiffusion3Pipeline here needs FlowMatchEulerDiscrete"):
+    with pytest.raises(UserError, match="DDIMScheduler; StableDiffusion3Pipeline needs FlowMatchEulerDiscrete"):
         load_pipeline(copied)
 
 
 DISTILLED = {
-    "klein_distilled": "its model_index.json says is_distilled",
-    "flux": "its transformer has no input for guidance, as that of FLUX.1 schnell",
-    "turbo": "the steps of its scheduler trail, as those of SD-Turbo and SDXL-Turbo",
+    "klein_distilled": "its model_index.json sets is_distilled",
+    "flux": "its transformer has no guidance input, like FLUX.1 schnell",
+    "turbo": "its scheduler uses trailing steps, like SD-Turbo and SDXL-Turbo",
     "z-image-turbo": "it is called z-image-turbo",
 }
 
@@ -117,7 +117,13 @@ def test_settings_that_do_not_suit_a_model_of_few_steps_warn(name, tmp_path, cap
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     warn_of_few_steps(policy, LatentSamplerConfig(guidance=4.0, eval_guidance=3.0, steps=20), matched=True)
     assert caplog.text.count(DISTILLED[name]) == 5
-    for said in ("guidance is 4.0", "eval_guidance is 3.0", "steps is 20", "eval_steps is 40", "it unlearns to draw"):
+    for said in (
+        "guidance is 4.0",
+        "eval_guidance is 3.0",
+        "steps is 20",
+        "eval_steps is 40",
+        "lose its ability to draw",
+    ):
         assert said in caplog.text
 
 
@@ -146,10 +152,12 @@ def test_a_network_that_no_time_reaches_is_named(tmp_path, caplog):
     )
     late = LatentSamplerConfig(steps=10, window=2, window_low=6, window_high=9, guidance=1.0)
     Trajectories(policy, late, StepConfig())
-    assert "sampler.window: no time of training, 0.43 to 0.667, reaches transformer, whose weights" in caplog.text
+    assert (
+        "sampler.window: none of the training times, 0.43 to 0.667, reaches transformer, so its weights" in caplog.text
+    )
     caplog.clear()
     FlowMatching(policy, LatentSamplerConfig(steps=4), TimestepConfig(times="discrete", count=1, fraction=0.9))
     assert not caplog.text
     policy.trained_networks = ("transformer",)
-    with pytest.raises(UserError, match=r"0\.667, reaches transformer, and model\.networks trains nothing else"):
+    with pytest.raises(UserError, match=r"0\.667, reaches transformer, and model\.networks contains no other network"):
         Trajectories(policy, late, StepConfig())

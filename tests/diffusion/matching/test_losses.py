@@ -253,9 +253,9 @@ def test_mistakes_are_named():
         pseudo_log_likelihood(error, sigma[:3])
     with pytest.raises(UserError, match="a grid of 2 steps leaves no time"):
         sample_times("discrete_wo_init", 2, generator(), grid=torch.tensor([1.0, 0.5, 0.0]), fraction=0.9)
-    with pytest.raises(ValueError, match="must have one shape"):
+    with pytest.raises(ValueError, match="must have the same shape"):
         nft_loss(new, old, noisy, clean[:3], weight, 1.0)
     with pytest.raises(ValueError, match=r"weight has the shape \(3,\); must be \(6,\)"):
         nft_loss(new, old, noisy, clean, weight[:3], 1.0)
-    with pytest.raises(ValueError, match="one number for each of their rows"):
+    with pytest.raises(ValueError, match="must have one number per row"):
         velocity_kl(new, old, noisy.sigma[:2])

@@ -249,7 +249,7 @@ def test_share_explained_by_hand():
 def test_what_cannot_be_is_refused(tmp_path):
     config = run_config("ac_flow", tmp_path)
     config.credit = "difference"
-    with pytest.raises(ValueError, match="states of an image do not follow one another; use states: trajectory"):
+    with pytest.raises(ValueError, match="states of an image do not form a path; use states: trajectory"):
         config.validate()
     config.states, config.sampler.steps = "trajectory", 6
     for solver, noise_level in (("euler", 0.7), ("dpm", 0.7), ("sa_solver", 0.0), ("flow_sde", 0.0)):
@@ -259,7 +259,7 @@ def test_what_cannot_be_is_refused(tmp_path):
     config.sampler.noise_level = 0.7
     config.validate()
     config.critic.enabled = False
-    with pytest.raises(ValueError, match="credit is 'difference', which compares values of a critic"):
+    with pytest.raises(ValueError, match="credit is 'difference', which compares values of the critic"):
         config.validate()
     config.credit = "return"
     config.validate()
@@ -271,7 +271,7 @@ def test_what_cannot_be_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"count is 5, but .* leaves 4 states .* use at most 4"):
         config.validate()
     config.timesteps.count, config.timesteps.share_noise = 4, True
-    with pytest.raises(ValueError, match="share_noise is about re-noised images"):
+    with pytest.raises(ValueError, match="share_noise only applies to re-noised images"):
         config.validate()
     config.timesteps.share_noise, config.sampler.solver, config.sampler.noise_level = False, "cps", 1.5
     with pytest.raises(ValueError, match="must be at most 1 for cps"):

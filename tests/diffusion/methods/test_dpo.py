@@ -180,7 +180,7 @@ def test_pairs_in_their_own_files(tmp_path):
     ]
     path = tmp_path / "pairs.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    with pytest.raises(UserError, match=r"both sides are a\.png"):
+    with pytest.raises(UserError, match=r"chosen and rejected are both a\.png"):
         load_pairs(ImagePairConfig(path=str(path)))
     loaded = load_pairs(ImagePairConfig(path=str(path), on_bad_row="skip"))
     assert loaded.skipped == {"equal_sides": 1, "missing_side": 2}
@@ -191,7 +191,7 @@ def test_pairs_in_their_own_files(tmp_path):
     recipe, reference = built(config)
     assert step_pairs(recipe, reference).num_groups == 1, "equal pictures under two names are found when they are read"
     assert recipe.skipped["equal_sides"] == 2
-    with pytest.raises(NoUsableTasksError, match="both images of each are the same"):
+    with pytest.raises(NoUsableTasksError, match="the two images of each pair are identical"):
         recipe.rollout(recipe.policy, recipe.train_tasks[1:], Streams(0), Step())
 
 
@@ -214,7 +214,7 @@ def test_damaged_packed_files_are_refused(tmp_path):
     path = write_scenes(tmp_path / "pairs.npz")
     content = path.read_bytes()
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(UserError, match="is no file of pairs of images"):
+    with pytest.raises(UserError, match="is not a valid file of pairs of images"):
         load_pairs(ImagePairConfig(path=str(path)))
     with path.open("wb") as handle:
         np.savez(handle, captions=np.array(["a"]), chosen=np.zeros((1, 4, 4, 3)), rejected=np.zeros((1, 4, 4, 3)))
@@ -235,7 +235,7 @@ def test_damaged_packed_files_are_refused(tmp_path):
         (lambda config: setattr(config.evaluation.sampler, "guidance", 4.5), "without guidance"),
         (lambda config: setattr(config.evaluation.sampler, "window", 2), r"evaluation\.sampler\.window is 2"),
         (lambda config: setattr(config.trainer, "micro_batch", 1), "at least 2"),
-        (lambda config: setattr(config.filter, "kind", "fifa"), "give both or neither"),
+        (lambda config: setattr(config.filter, "kind", "fifa"), "set both or neither"),
         (lambda config: setattr(config.objective, "preset", "awm"), "no preference objective 'awm'"),
     ],
 )

@@ -130,7 +130,7 @@ def test_what_is_missing_is_named():
     with pytest.raises(UserError, match=r"filter\.quality: there is no module 'nowhere'"):
         select_pairs([scored], PairFilterConfig(kind="fifa", keep=1, quality="nowhere:f"), line)
     for options in ({"kind": "fifa"}, {"keep": 3}):
-        with pytest.raises(ValueError, match="give both or neither"):
+        with pytest.raises(ValueError, match="set both or neither"):
             PairFilterConfig(**options).validate()
 
 
@@ -166,5 +166,5 @@ def test_the_command_writes_the_pairs_that_stay(tmp_path, capsys):
         assert np.array_equal(found.rejected(), before[found.caption].rejected())
         assert found.numbers["text_quality"] == 10.0
     assert main([str(source), str(kept), "--keep", "3"]) == 2
-    assert "needs --pipeline" in capsys.readouterr().err
+    assert "requires --pipeline" in capsys.readouterr().err
     assert main([str(source), str(kept), "--keep", "0"]) == 2

@@ -72,7 +72,7 @@ def test_advantage_modes():
         ("temperature", 0.5, "nothing reads it while nft.loss is 'two_sided'"),
         ("moving_reference", True, "nothing reads it while nft.loss is 'two_sided'"),
         ("distance", "cross_entropy", "nothing reads it while nft.loss is 'two_sided'"),
-        ("kl_floor", 1.0, r"nft\.kl_floor 1 must be at most objective\.kl\.coef 0\.0001"),
+        ("kl_floor", 1.0, r"nft\.kl_floor is 1; must be at most objective\.kl\.coef=0\.0001"),
         ("advantage_mode", "x", "allowed: all"),
     ],
 )

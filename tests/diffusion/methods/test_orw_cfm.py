@@ -215,7 +215,7 @@ def test_critic_continues_bit_for_bit_from_its_state():
 def test_settings_that_mean_nothing_are_refused(tmp_path):
     config = run_config("ac_flow", tmp_path)
     config.orw.center = True
-    with pytest.raises(ValueError, match=r"orw\.center is for ORW"):
+    with pytest.raises(ValueError, match=r"orw\.center only applies to ORW"):
         config.validate()
     config = run_config("ac_flow", tmp_path, samples_per_task=1)
     config.validate()
@@ -229,7 +229,7 @@ def test_settings_that_mean_nothing_are_refused(tmp_path):
         config.validate()
     config = run_config("orw_cfm_w2", tmp_path)
     config.combine = "gdpo"
-    with pytest.raises(ValueError, match="this recipe reads summed rewards"):
+    with pytest.raises(ValueError, match="this recipe needs the summed reward"):
         config.validate()
     config.combine, config.orw.weighting = "sum", "softmax"
     with pytest.raises(ValueError, match="allowed: exp, linear, indicator, advantage"):

@@ -56,7 +56,7 @@ def test_guidance_is_for_evaluation_only(tmp_path, digit_model):
     assert sampler.eval_guidance > sampler.guidance
     config.validate()
     sampler.guidance = 3.0
-    with pytest.raises(ValueError, match="learned without guidance"):
+    with pytest.raises(ValueError, match="training on given images uses no guidance"):
         config.validate()
 
 

@@ -170,7 +170,9 @@ def test_encoders_stay_where_an_evicted_prompt_could_not_be_had_again(folder):
     pipeline = load_sd3(folder)
     cache = embeddings(pipeline, max_bytes=1)
     cache.rows([ONE, TWO])
-    with pytest.raises(UserError, match=r"1 prompts left .* 'a red circle'; give a folder or raise max_bytes"):
+    with pytest.raises(
+        UserError, match=r"1 prompts were evicted .* 'a red circle'; pass a folder or increase max_bytes"
+    ):
         cache.free_encoders()
     assert isinstance(pipeline.text_encoder, nn.Module)
 
@@ -222,7 +224,10 @@ def test_importing_loads_neither_diffusers_nor_transformers():
 
 
 def test_unknown_pipelines_and_missing_encoders_are_named(folder):
-    with pytest.raises(UserError, match=r"is a Identity; supported are: FluxPipeline, .*StableDiffusion3Pipeline"):
+    with pytest.raises(
+        UserError,
+        match=r"is a Identity, which is not supported; supported classes: FluxPipeline, .*StableDiffusion3Pipeline",
+    ):
         family_of(nn.Identity())
     pipeline = load_sd3(folder)
     pipeline.text_encoder_2 = None
@@ -245,7 +250,7 @@ def test_a_prompt_that_t5_reads_whole_is_cut_for_clip_alone_with_one_warning(pip
             for part in cache.encoders.parts
             if part.is_clip
         )
-        + "; T5 reads all of it, so such prompts are used"
+        + "; T5 reads all of it, so these prompts are used"
     ]
 
 
@@ -273,5 +278,5 @@ def test_freed_encoders_leave_more_prompts_than_fit_into_memory(folder, tmp_path
 
 def test_a_place_where_nothing_can_be_written_is_named(sd3, tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match=r"cannot be kept in .*file.*; set model\.embedding_cache"):
+    with pytest.raises(UserError, match=r"cannot be stored in .*file.*; set model\.embedding_cache"):
         embeddings(sd3, folder=tmp_path / "file")

@@ -109,7 +109,7 @@ def test_nothing_else_is_done_while_the_shadow_is_applied():
     shadow = EMAWeights(Policy())
     with shadow.applied():
         for action in (shadow.copy_, shadow.applied().__enter__, lambda: shadow.load_state_dict(shadow.state_dict())):
-            with pytest.raises(RuntimeError, match="in the policy's place"):
+            with pytest.raises(RuntimeError, match="currently has the averaged weights"):
                 action()
     shadow.copy_()
 

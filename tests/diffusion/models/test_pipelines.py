@@ -74,9 +74,9 @@ def message(path):
 def test_other_pipelines_are_named_with_the_supported_ones(copied):
     edit(copied / "model_index.json", _class_name="PixArtAlphaPipeline")
     said = message(copied)
-    assert "is a PixArtAlphaPipeline; supported are: FluxPipeline, " in said
+    assert "is a PixArtAlphaPipeline, which is not supported; supported classes: FluxPipeline, " in said
     assert "StableDiffusion3Pipeline, " in said
-    assert "; a further family is one class: docs/adding.md" in said
+    assert "; to add a family, write one class (docs/adding.md)" in said
 
 
 @pytest.mark.parametrize("part", ["transformer", "text_encoder_2", "scheduler", "tokenizer_3"])
@@ -121,8 +121,8 @@ def test_an_autoencoder_that_is_no_number_is_named(copied):
 
 
 def test_missing_folder_and_folder_of_something_else(tmp_path):
-    assert "there is no pipeline folder" in message(tmp_path / "nothing")
-    assert "there is no pipeline folder" in message("no-such-thing")
+    assert "not found; pass a folder with" in message(tmp_path / "nothing")
+    assert "not found; pass a folder with" in message("no-such-thing")
     (tmp_path / "config.json").write_text("{}")
     assert "holds config.json" in message(tmp_path)
 
@@ -222,7 +222,7 @@ def test_latent_shape_and_tokens(loaded):
 
 
 def test_stable_diffusion_has_a_largest_size_and_flux_has_none(folder, flux_folder):
-    with pytest.raises(UserError, match="width=40 is more than the transformer has positions for: 32"):
+    with pytest.raises(UserError, match="width=40 exceeds the maximum that the transformer has positions for: 32"):
         family_of(load_pipeline(folder)).latent_shape(width=40)
     assert family_of(load_pipeline(flux_folder)).latent_shape(width=40) == (4, 8, 10)
 

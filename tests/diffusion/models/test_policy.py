@@ -201,7 +201,7 @@ def test_guidance_embedding_reaches_flux(flux_folder):
 def test_guidance_embedding_of_a_transformer_without_one_is_refused(folder):
     config = config_of(folder)
     config.guidance_embedding = 2.0
-    with pytest.raises(UserError, match=r"guidance_embedding is 2\.0, .* no such input"):
+    with pytest.raises(UserError, match=r"guidance_embedding is 2\.0, .* no guidance input"):
         load_policy(config)
 
 
@@ -209,7 +209,7 @@ def test_guidance_embedding_of_a_transformer_without_one_is_refused(folder):
 def test_guidance_on_top_of_distilled_guidance_is_refused(folder, flux_folder, scales):
     sampler = LatentSamplerConfig(**scales)
     config = config_of(flux_folder)
-    with pytest.raises(UserError, match=rf"evaluation\.sampler\.{[*scales][-1]} is 4\.5, .* guided twice"):
+    with pytest.raises(UserError, match=rf"evaluation\.sampler\.{[*scales][-1]} is 4\.5, .* applied twice"):
         check_guidance(load_policy(config), sampler, "evaluation.sampler")
     check_guidance(load_policy(config), LatentSamplerConfig(guidance=1.0))
     config.guidance_embedding = 1.0  # the negative prompt alone
@@ -246,7 +246,7 @@ def test_size_is_that_of_the_settings(folder):
         ({"lora": DiffusionLora(rank=0)}, r"model\.lora\.rank is 0"),
         ({"lora": DiffusionLora(alpha=-1)}, r"model\.lora\.alpha is -1"),
         ({"lora": DiffusionLora(dropout=1.0)}, r"model\.lora\.dropout is 1.0"),
-        ({"lora": DiffusionLora(targets=[])}, r"model\.lora\.targets names no layer"),
+        ({"lora": DiffusionLora(targets=[])}, r"model\.lora\.targets is empty"),
     ],
 )
 def test_settings_out_of_range_are_named(folder, change, culprit):

@@ -165,5 +165,5 @@ def test_transformer_folders_that_do_not_fit_are_refused(folder, tmp_path):
 
 def test_folder_whose_base_is_not_named(tmp_path):
     (tmp_path / "base.json").write_text("{}")
-    with pytest.raises(UserError, match="names no base pipeline"):
+    with pytest.raises(UserError, match="does not say which base pipeline it belongs to"):
         load_policy(config_of(tmp_path))

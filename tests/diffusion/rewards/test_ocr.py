@@ -78,7 +78,7 @@ def test_missing_packages_and_weights_are_named_before_the_run(monkeypatch, tmp_
     other = SimpleNamespace(__file__=str(tmp_path / "__init__.py"))  # a release with other weights
     monkeypatch.setitem(sys.modules, "rapidocr", other)
     module._engine.cache_clear()
-    with pytest.raises(UserError, match=r"PP-OCRv6_det_small\.onnx, which the installed rapidocr lacks"):
+    with pytest.raises(UserError, match=r"PP-OCRv6_det_small\.onnx, which the installed rapidocr does not have"):
         load_image_rewards(["ocr"])
 
 

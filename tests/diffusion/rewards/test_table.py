@@ -83,8 +83,8 @@ def test_an_option_that_is_missing_everywhere_is_found_before_the_run():
     ("names", "options", "culprit"),
     [
         (["shapes_genevall"], {}, "did you mean 'shapes_geneval'"),
-        (["beauty"], {}, "no image reward 'beauty'; .*known are: .*aesthetic"),
-        (["ocr"], {"orc": {}}, "no image reward 'orc'; did you mean 'ocr'"),
+        (["beauty"], {}, "unknown image reward 'beauty'; .*known: .*aesthetic"),
+        (["ocr"], {"orc": {}}, "unknown image reward 'orc'; did you mean 'ocr'"),
         (["jpeg_compressibility"], {"jpeg_compressibility": {"scal": "ddpo"}}, "did you mean 'scale'"),
         (["jpeg_compressibility"], {"jpeg_compressibility": {"scale": "dance"}}, "'dance'; use one of"),
         (["pickscore"], {"pickscore": {"path": "/nowhere"}}, "weights not found at /nowhere"),

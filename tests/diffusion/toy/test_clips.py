@@ -105,7 +105,7 @@ def test_given_clips_come_back_as_they_were(drawn, model):
     np.testing.assert_allclose(decode_latents(family, latents).pixels.astype(int), videos[:3], atol=1)
     with pytest.raises(ValueError, match="F 1 more than a multiple of 4"):
         encode_images(family, videos[:1, :4])
-    with pytest.raises(UserError, match="draws videos, but was given images"):
+    with pytest.raises(UserError, match="generates videos, but got images"):
         encode_images(family, videos[:1, 0])
 
 
@@ -133,6 +133,6 @@ def test_images_for_a_model_of_videos_are_refused_by_name(drawn, model, tmp_path
     config.model = PipelineConfig(path=str(model), height=12, width=12, frames=5, max_sequence_length=8)
     config.pairs.path = str(write_pairs(tmp_path / "images.npz", captions[:6], videos[:6, 0], videos[:6, 2]))
     trainer = make_trainer(config, tmp_path)
-    with pytest.raises(UserError, match=r"WanPipeline draws videos, but was given images"):
+    with pytest.raises(UserError, match=r"WanPipeline generates videos, but got images"):
         trainer.collect()
     trainer.recipe.close()

@@ -30,14 +30,14 @@ def small(monkeypatch):
 
 def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small, monkeypatch):
     lines = demo.run(tmp_path / "demo")
-    assert lines[0] == "mean reward of images of 3 prompts (95% interval), from the same seeds"
+    assert lines[0] == "mean reward over the images of 3 prompts (95% interval), from the same seeds"
     for line, name in zip(lines[1:4], ("untrained", "before AWM", "after AWM"), strict=True):
         assert re.fullmatch(rf"  {name} +optimised 0\.\d+ \(.*\)   held out 0\.\d+ \(.*\)", line)
     number = r"[+-][\d.e-]+ \[.*\]"
     assert re.fullmatch(
-        rf"change by AWM, in pairs over the prompts: class_prob {number}, class_prob_judge {number}", lines[4]
+        rf"change from AWM, paired over prompts: class_prob {number}, class_prob_judge {number}", lines[4]
     )
-    grid = Path(lines[5].removeprefix("images before and after: "))
+    grid = Path(lines[5].removeprefix("before and after: "))
     with Image.open(grid) as image:
         assert min(image.size) > 200
     report = Path(lines[6].removeprefix("report: ")).read_text(encoding="utf-8")

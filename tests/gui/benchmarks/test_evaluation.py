@@ -211,7 +211,7 @@ def test_the_question_of_a_run_is_taken_from_its_configuration(tmp_path):
     with pytest.raises(UserError, match=r"has no config\.yaml"):
         BenchmarkPrompt("run").resolved(str(tmp_path))
     (tmp_path / "config.yaml").write_text("recipe: sft\n")
-    with pytest.raises(UserError, match="no part 'grounding'"):
+    with pytest.raises(UserError, match="no 'grounding' section"):
         BenchmarkPrompt("run").resolved(str(tmp_path))
     grounding = GroundingSettings(family="qwen3_vl", template="Where is {instruction}?", think=True)
     OmegaConf.save({"grounding": vars(grounding), "data": {"system_prompt": "Look {here}."}}, tmp_path / "config.yaml")

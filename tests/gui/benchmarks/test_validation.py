@@ -73,7 +73,7 @@ def test_one_bad_box_in_many_is_listed_but_does_not_decide(tmp_path):
     write_json(file, rows)
     result = validate(str(file), "screenspot_pro")
     assert result.suspicious == [
-        ("excel_windows.json row 8", "the box [300, 10, 330, 40] (xyxy) leaves the image of 320 x 200")
+        ("excel_windows.json row 8", "the box [300, 10, 330, 40] (xyxy) extends outside the image of 320 x 200")
     ]
     assert result.convention.verdict == "right"
 
@@ -138,13 +138,13 @@ def test_all_boxes_of_own_data_are_checked(tmp_path):
     assert check(boxes=[good, good]).is_usable
     assert check(boxes=[good, good]).convention.boxes == 2
     assert check(boxes=[good, [90, 10, 120, 20]]).suspicious == [
-        ("own.jsonl line 1", "the box [90, 10, 120, 20] (xyxy) leaves the image of 100 x 50")
+        ("own.jsonl line 1", "the box [90, 10, 120, 20] (xyxy) extends outside the image of 100 x 50")
     ]
     for target, wrong in (
-        ({"boxes": [good, [1, 2, 3]]}, "a box has 4 finite numbers [x1, y1, x2, y2], found [1, 2, 3]"),
-        ({"bbox": [1, 2, "3", 4]}, "a box has 4 finite numbers [x1, y1, x2, y2], found [1, 2, '3', 4]"),
-        ({"bbox": [1, 2, True, 4]}, "a box has 4 finite numbers [x1, y1, x2, y2], found [1, 2, True, 4]"),
-        ({"polygon": [[1, 2], [3, 4], [5, 6, 7]]}, "a corner has 2 finite numbers [x, y], found [5, 6, 7]"),
+        ({"boxes": [good, [1, 2, 3]]}, "a box needs 4 finite numbers [x1, y1, x2, y2], found [1, 2, 3]"),
+        ({"bbox": [1, 2, "3", 4]}, "a box needs 4 finite numbers [x1, y1, x2, y2], found [1, 2, '3', 4]"),
+        ({"bbox": [1, 2, True, 4]}, "a box needs 4 finite numbers [x1, y1, x2, y2], found [1, 2, True, 4]"),
+        ({"polygon": [[1, 2], [3, 4], [5, 6, 7]]}, "a corner needs 2 finite numbers [x, y], found [5, 6, 7]"),
         ({"polygon": [[1, 2], [3, 4]]}, "a polygon needs at least 3 corners, found 2"),
         ({"gt_bbox": good, "bbox": None}, "expected one of the columns bbox, boxes, polygon, refusal, found none"),
     ):
@@ -211,7 +211,7 @@ def test_validation_and_training_agree_on_rows_and_conventions(tmp_path, forms, 
         assert result.refusal
         return
     kept = prepare_tasks(loaded, GroundingSettings(), Resize(28), training=True)
-    left_out = [place for place, reason in result.suspicious if reason.startswith("training leaves it out")]
+    left_out = [place for place, reason in result.suspicious if reason.startswith("training skips it")]
     assert len(kept.tasks) == result.rows - len(left_out)
     assert not {task.id for task in kept.tasks} & set(left_out)
     assert len(left_out) == (6 if "outside" in forms else 0)
@@ -235,7 +235,7 @@ def test_a_whole_number_box_of_one_pixel_is_no_fraction(tmp_path):
     rows[0]["bbox"] = [0, 0, 1, 1]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert validate(str(file)).is_usable
-    assert validate(str(file)).suspicious == [("own.jsonl line 1", "training leaves it out")]
+    assert validate(str(file)).suspicious == [("own.jsonl line 1", "training skips it")]
 
 
 def test_without_images_sizes_come_from_the_annotation(tmp_path):

@@ -92,7 +92,7 @@ def test_other_actions_fail_the_check(monkeypatch):
 def test_an_arm_that_does_less_work_is_refused(monkeypatch):
     whole = throughput_arms._chunks
     monkeypatch.setattr(throughput_arms, "_chunks", lambda arm: whole(arm)[:-1])
-    with pytest.raises(RunError, match="0 of 1 episodes came to the horizon"):
+    with pytest.raises(RunError, match="0 of 1 episodes reached the horizon"):
         throughput_arms.throughput_arm(small("TabletopBatch"))
 
 

@@ -165,7 +165,7 @@ def test_a_closed_writer_takes_no_clips_and_leaves_the_folder_to_the_next(tmp_pa
         second.add(a_clip(1))
         second.close()
         first.close()
-        with pytest.raises(ValueError, match=r"the writer of .*clips is closed; a new one on the folder appends"):
+        with pytest.raises(ValueError, match=r"the writer of .*clips is closed; create a new one to append clips"):
             first.add(a_clip(2))
     assert seeds(FlowReader(folder)) == [0, 1]
     assert sum(DatasetInfo.read(folder).shards.values()) == 2

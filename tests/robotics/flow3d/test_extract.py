@@ -180,7 +180,7 @@ def test_unusable_videos_are_rejected_with_a_reason(video):
 
 
 def test_truth_is_asked_of_simulators_only(video):
-    with pytest.raises(UserError, match="no truth of a simulator"):
+    with pytest.raises(UserError, match="no ground truth from a simulator"):
         FlowExtractor(EIGHT, SimSegmentation()).extract(dataclasses.replace(video, truth=None))
 
 

@@ -37,7 +37,7 @@ def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small,
     lines = demo.run(tmp_path / "demo")
     assert lines[0].startswith("predicted flow of 7 held-out clips: ADE ")
     assert lines[1].startswith("other instructions for the same images are followed in ")
-    assert lines[2] == "success of the ur5e, which no clip shows (95% interval)"
+    assert lines[2] == "success of the ur5e, not shown in any clip (95% interval)"
     assert [line.split()[0] for line in lines[3:5]] == ["place", "all"]
     assert lines[4].endswith("of 1")
     videos = list((tmp_path / "demo" / "closed_loop" / "videos").glob("*.mp4"))

@@ -76,5 +76,5 @@ def test_clips_for_a_world_model(backend):
     again = tabletop_clips(**options)
     for one, other in zip(clips, again, strict=True):
         np.testing.assert_array_equal(one.flow, other.flow)
-    with pytest.raises(UserError, match="the task reach moves no object"):
+    with pytest.raises(UserError, match="the task reach does not move an object"):
         tabletop_clips(["reach"], layouts=1)

@@ -33,9 +33,9 @@ def test_the_least_module_will_do():
     logp, entropy = policy.log_probs(make_inputs(), choice.decisions)
     assert entropy is None
     torch.testing.assert_close(logp, choice.logp)
-    with pytest.raises(UserError, match=r"greedy is True, but Plain.act takes no argument 'greedy'"):
+    with pytest.raises(UserError, match=r"greedy is True, but Plain.act has no argument 'greedy'"):
         draw(policy, greedy=True)
-    with pytest.raises(UserError, match=r"temperature is 2.0, but Plain.log_probs takes no argument"):
+    with pytest.raises(UserError, match=r"temperature is 2.0, but Plain.log_probs has no argument"):
         policy.log_probs(make_inputs(), choice.decisions, 2.0)
 
 

@@ -85,7 +85,7 @@ def test_states_are_scaled_by_the_data_sets_statistics():
     policy.scale_states(StateStatistics(mean, std))
     raw = batch.state * torch.tensor([1.0, 2.0, 3.0, 4.0, 1.0]) + torch.from_numpy(mean).float()
     torch.testing.assert_close(policy.logits(PolicyInputs(batch.images, raw, TEXTS)), before, atol=1e-4, rtol=1e-4)
-    with pytest.raises(UserError, match=f"2 state entries, the policy has {S}"):
+    with pytest.raises(UserError, match=f"2 state entries, but the policy has {S}"):
         policy.scale_states(StateStatistics(np.zeros(2), np.ones(2)))
 
 

@@ -191,11 +191,11 @@ def test_a_step_of_trl_samples_as_many_tokens_and_is_compared(folder):
     ("given", "message"),
     [
         ({"model": Path("nowhere")}, "--model nowhere is not a model folder"),
-        ({"model": Path("nowhere"), "family": "qwen3_vl"}, "--family says which model is built"),
-        ({"family": "gemma3"}, "--family gemma3 is measured by --only step"),
+        ({"model": Path("nowhere"), "family": "qwen3_vl"}, "--family builds a model"),
+        ({"family": "gemma3"}, "--family gemma3 is only supported by --only step"),
         pytest.param(
             {"device": "cuda"},
-            "there is no GPU",
+            "found no usable GPU",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
         ),
     ],
@@ -207,5 +207,5 @@ def test_models_and_devices_that_are_not_there_are_named(given, message):
 
 @pytest.mark.parametrize(("field", "value"), [("against", "trl"), ("family", "qwen3_vl"), ("model", "folder")])
 def test_options_of_the_vlm_room_are_refused_elsewhere(field, value):
-    with pytest.raises(UserError, match=f"--{field} is an option of the vlm benchmarks, not of those of sim"):
+    with pytest.raises(UserError, match=f"--{field} is an option of the vlm benchmarks, not of the sim benchmarks"):
         run("sim", BenchOptions(**{field: value}))

@@ -81,14 +81,14 @@ class PageModel:
     navigation: tuple[Control, ...]
     actions: tuple[Control, ...]
     behind: tuple[Control, ...]
-    """Controls that a dialog covers: the same functions as some in front of it."""
+    """Controls covered by a dialog, with the same functions as some of the controls in front of it."""
     links: tuple[Control, ...]
     rows: tuple[PageRow, ...]
     fields: tuple[Field, ...]
 
 
 def compose(draw: random.Random, split: str, width_px: int, language: str | None = None) -> PageModel:
-    """Choose the contents and the theme of a page; a language of None is chosen, too.
+    """Choose the contents and the theme of a page, and the language if it is None.
 
     Controls come in families, so that a page with one function has others that are easily confused with it.
     """

@@ -18,7 +18,7 @@ KINDS = ("name", "function", "relation")
 LISTING = "listing"
 """Kind of an instruction that asks for all controls."""
 MIN_VISIBLE = 0.5
-"""Smallest visible share of a target's area; a less visible control can still make an instruction ambiguous."""
+"""Minimum visible fraction of a target's area; a less visible control can still make an instruction ambiguous."""
 
 
 Sentences = dict[str, tuple[str, ...]]
@@ -32,7 +32,7 @@ class Instruction:
     kind: str
     """One of `KINDS`, or `LISTING`."""
     targets: tuple[Element, ...]
-    """One, or all that fulfil it."""
+    """One control, or all that fulfil the instruction."""
 
 
 def instructions_for(

@@ -19,7 +19,7 @@ from mmrl.gui.toy.pages.instructions import SENTENCES
 from mmrl.gui.toy.pages.vocabulary import THEMES, Function, Theme, functions
 
 VOCAB_SIZE = 800
-"""Enough for each word of the instructions to be one token."""
+"""Large enough for each word of the instructions to be one token."""
 
 
 @dataclass(frozen=True)
@@ -27,18 +27,19 @@ class LauncherSettings:
     """Contents of a home screen."""
 
     functions: tuple[str, ...] = choice((), lambda: COLORS)
-    """Functions of the tiles; empty: all of `COLORS`."""
+    """Functions of the tiles. Default: all of `COLORS`."""
     tiles: int = bounded(12, at_least=2)
     """Maximum number of tiles per page, at most one for each function."""
     fewest_tiles: int | None = bounded(None, at_least=1)
-    """Fewest tiles of a page; training on pages of a few helps to find one among many. Empty: `tiles`."""
+    """Minimum number of tiles per page; training on pages with few tiles helps to find one among many. Default:
+    `tiles`."""
     cell_px: int = bounded(32, at_least=16)
     """Side of a tile with its margin, in CSS pixels; with 32, Qwen3-VL sees a tile in about one token."""
     wallpaper: str = ""
-    """CSS colour behind the tiles; empty: that of the page's theme. A medium grey is about 0 after normalisation, which
-    helps a model to distinguish the tiles."""
+    """CSS colour behind the tiles. Default: the colour of the page's theme. A medium grey is about 0 after
+    normalisation, which helps a model distinguish the tiles."""
     aligned: bool = False
-    """Whether every tile is centered in its cell; else gaps differ from page to page."""
+    """Center every tile in its cell; otherwise gaps differ from page to page."""
 
     def count(self) -> int:
         """Maximum number of tiles per page."""
@@ -49,8 +50,8 @@ class LauncherSettings:
         columns, rows = page_wh[0] // self.cell_px, page_wh[1] // self.cell_px
         if columns * rows < self.count():
             raise UserError(
-                f"a page of {page_wh[0]} x {page_wh[1]} CSS pixels has {columns} x {rows} cells of {self.cell_px}, too "
-                f"few for {self.count()} tiles; give it more pixels, or a smaller launcher.cell_px or launcher.tiles"
+                f"a page of {page_wh[0]} x {page_wh[1]} CSS pixels has {columns} x {rows} cells of {self.cell_px}, "
+                f"too few for {self.count()} tiles; use a larger page, or a smaller launcher.cell_px or launcher.tiles"
             )
         return columns, rows
 
@@ -92,7 +93,7 @@ class LauncherPage:
 
 @dataclass(frozen=True)
 class LauncherSheet:
-    """Home screens side by side in one window, which a browser draws hardly slower than one of them."""
+    """Home screens side by side in one window; a browser draws them almost as fast as a single one."""
 
     pages: tuple[LauncherPage, ...]
     columns: int

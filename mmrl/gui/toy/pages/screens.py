@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 SHEET_WH = (1024, 768)
-"""Home screens are drawn together, as many as fit into a window of this many pixels."""
+"""Home screens are drawn together, as many as fit in a window of this many pixels."""
 
 
 @dataclass(frozen=True)
@@ -43,39 +43,42 @@ class ScreenSettings:
     """Appearance and instructions of screens."""
 
     split: str = choice("train", SPLITS)
-    """train; layouts: words of train on templates and themes of test; test: shares nothing with train."""
+    """train; layouts: training words on test templates and themes; test: shares nothing with train."""
     layout: str = choice("", ("", "launcher"))
-    """launcher: home screens of tiles without text; empty: the templates of the split."""
+    """launcher: home screens with tiles without text. Default: the templates of the split."""
     launcher: LauncherSettings = only_with(field(default_factory=LauncherSettings), layout="launcher")
     """Contents of home screens."""
     width_px: int = bounded(448, at_least=64, at_most=4096)
-    """Columns of the image; 160 or more for the templates of the splits."""
+    """Image width in pixels; at least 160 for the templates of the splits."""
     height_px: int = bounded(336, at_least=64, at_most=4096)
-    """Rows of the image; 120 or more for the templates of the splits."""
+    """Image height in pixels; at least 120 for the templates of the splits."""
     scales: tuple[float, ...] = bounded((1.0, 0.875, 1.4), at_least=0.5, at_most=4)
-    """Device pixels of a CSS pixel; one is chosen for each page."""
+    """Device pixels per CSS pixel; one value is chosen per page."""
     languages: tuple[str, ...] = choice(LANGUAGES, LANGUAGES)
-    """Languages of labels and instructions; one is chosen for each page."""
+    """Languages of labels and instructions; one is chosen per page."""
     per_screen: int = bounded(3, at_least=1)
     """Maximum number of instructions per screen, each for a different control."""
     kinds: tuple[str, ...] = choice(KINDS, KINDS)
     """Kinds of instructions."""
     all_boxes: bool = False
-    """Keep ambiguous instructions, with all boxes as the target; they are omitted otherwise."""
+    """Keep ambiguous instructions, with all boxes as the target; otherwise they are omitted."""
     worked: WorkedSettings | None = None
-    """Add worked answers for supervised runs, as the columns `answers` (pixels) and `labels` (names); {} is the right
-    answer alone. Empty: none."""
+    """Add worked answers for supervised runs, in the columns `answers` (pixels) and `labels` (names). {} adds only the
+    correct answer; null adds none."""
 
     def validate(self) -> None:
-        """Refuse options without effect or without instructions; raises UserError."""
+        """Reject options without effect, or without any instruction; raises UserError."""
         if self.layout == "launcher":
             for scale in self.scales:
                 self.launcher.grid(self.page_wh(scale))
             if set(self.kinds) == {"relation"}:
-                raise UserError("screens.kinds is relation only, and the tiles of the launcher have none; add name")
+                raise UserError("screens.kinds is only relation, which launcher tiles do not support; add name")
         elif self.width_px < 160 or self.height_px < 120:
             size = f"{self.width_px} x {self.height_px}"
-            raise UserError(f"screens of {size} pixels are for layout=launcher; other layouts need at least 160 x 120")
+            raise UserError(
+                f"screens of {size} pixels are only possible with layout=launcher; other layouts need at least 160 x "
+                "120"
+            )
 
     def page_wh(self, scale: float) -> Size:
         """(width, height) of a page in CSS pixels."""
@@ -83,7 +86,7 @@ class ScreenSettings:
 
     @property
     def sheet(self) -> tuple[int, int]:
-        """Columns and rows of screens that share a window, which leaves pixels unchanged only at an integer scale."""
+        """Columns and rows of screens that share a window; pixels stay unchanged only at an integer scale."""
         if self.layout != "launcher" or len(self.scales) > 1 or not float(self.scales[0]).is_integer():
             return 1, 1
         return max(1, SHEET_WH[0] // self.width_px), max(1, SHEET_WH[1] // self.height_px)
@@ -94,13 +97,14 @@ class WorkedSettings:
     """Options of worked answers."""
 
     listings: float = bounded(0.0, at_least=0, at_most=1)
-    """Share of the rows that ask for all controls."""
+    """Fraction of the rows that ask for all controls."""
     most_answers: int = bounded(1, at_least=1)
-    """Answers name one to this many controls; those after the first are random. A model has to know answers of several
+    """Maximum number of controls in an answer; those after the first are random. A model must know answers with several
     points before AEPO can explore with them."""
     mistaken: float = bounded(0.0, at_least=0, at_most=1)
-    """Share of the instructions by function whose first answer is another control of the function's family, or any
-    other where none is visible: a confidently wrong start, as in AEPO's confidence trap."""
+    """Fraction of the instructions by function whose first answer is a different control of the function's family (or
+    any other control if none is visible). This gives a confidently wrong starting model, as in AEPO's confidence
+    trap."""
 
 
 def worked_targets(
@@ -110,7 +114,7 @@ def worked_targets(
     settings: WorkedSettings,
     draw: random.Random,
 ) -> list[Element]:
-    """The controls that the worked answer to an instruction names."""
+    """The controls listed in the worked answer to an instruction."""
     targets = list(instruction.targets)
     if instruction.kind == LISTING or len(targets) > 1:
         return targets
@@ -143,12 +147,12 @@ class Screen:
     page: PageModel | LauncherPage
     scale: float
     elements: tuple[Element, ...]
-    """Invisible ones included."""
+    """Includes invisible ones."""
     instructions: tuple[Instruction, ...]
 
 
 class WebScreens:
-    """Draws screens in a browser: a given one, or its own, which `close` ends."""
+    """Draws screens in a given browser, or in its own, which `close` closes."""
 
     def __init__(
         self,
@@ -184,7 +188,7 @@ class WebScreens:
         return self.screens([seed])[0]
 
     def screens(self, seeds: Sequence[int]) -> list[Screen]:
-        """The screens of some seeds; home screens of one integer scale share a window, which is much faster."""
+        """The screens of some seeds; home screens with the same integer scale share a window, which is much faster."""
         size = math.prod(self.settings.sheet)
         return [
             screen
@@ -205,7 +209,7 @@ class WebScreens:
                     yield sample
             if number - last > MOST_EMPTY:
                 raise UserError(
-                    f"{number - last} screens in a row have no instruction of {', '.join(self.settings.kinds)}"
+                    f"{number - last} screens in a row have no instruction of kind {', '.join(self.settings.kinds)}"
                 )
 
     def samples_of(self, screen: Screen) -> list[GroundingSample]:
@@ -324,7 +328,7 @@ class WebScreens:
 
 
 def build_screens(path: str | Path, *, count: int = 1000, seed: int = 0, **settings: Any) -> Path:
-    """Write samples as JSON lines with PNG images, a data set of screens; settings of `ScreenSettings`."""
+    """Write a dataset of screens as JSON lines with PNG images; the settings are those of `ScreenSettings`."""
     from mmrl.gui.grounding.samples import write_samples
 
     with WebScreens(settings_from(ScreenSettings, settings, "screens")) as screens:

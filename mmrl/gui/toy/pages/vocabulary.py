@@ -63,7 +63,7 @@ class Function:
     labels: tuple[str, ...]
     """Texts of its buttons."""
     phrases: tuple[str, ...]
-    """Requests that it fulfils; none names it."""
+    """Requests that it fulfils, without naming it."""
     icon: str
     """SVG elements."""
 

@@ -1,1 +1,1 @@
-"""The suite's own tasks for agents in a browser, with experts that solve them."""
+"""The built-in browser tasks for agents, with experts that solve them."""

@@ -1,4 +1,4 @@
-"""Common parts of all tasks: cases, the view of an expert, and its basic moves."""
+"""Common parts of all tasks: cases, the expert's view, and its basic moves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Case:
 
 @dataclass(frozen=True)
 class View:
-    """The view of an expert: more than an agent sees."""
+    """The expert's view, which contains more than an agent sees."""
 
     elements: Mapping[str, Element]
     """Visible ones by key."""
@@ -50,7 +50,7 @@ class TaskKind:
     """Maximum number of sub-goals of a case."""
     summary: str
     page: str = ""
-    """Its page in this folder; empty takes the page of its name."""
+    """Its page in this folder. Default: the page with the task's name."""
 
 
 def click(view: View, key: str) -> Move:

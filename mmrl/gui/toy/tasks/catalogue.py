@@ -30,11 +30,11 @@ class Disturbances:
     """Random events in an episode, drawn from its seed."""
 
     popup: float = bounded(0.0, at_least=0, at_most=1)
-    """Probability, each action, that a pop-up covers the page until it is dismissed."""
+    """Probability per action that a pop-up covers the page until it is dismissed."""
     flip: float = bounded(0.0, at_least=0, at_most=1)
-    """Probability, each action, that the layout is mirrored."""
+    """Probability per action that the layout is mirrored."""
     delay: float = bounded(0.0, at_least=0, at_most=1)
-    """Probability, each change of view, that it takes one to three actions to load."""
+    """Probability per change of view that loading takes one to three actions."""
 
     def draw(self, seed: int) -> dict[str, Any]:
         """The events of an episode."""
@@ -54,12 +54,12 @@ class Disturbances:
 def make_case(name: str, seed: int, sub_goals: int = 2, distractors: int = 2) -> Case:
     """A case of a task."""
     if name not in TASKS:
-        raise UserError(f"there is no task {name!r}; there are: {', '.join(TASKS)}")
+        raise UserError(f"unknown task {name!r}; available: {', '.join(TASKS)}")
     most = TASKS[name].most_goals
     if not 1 <= sub_goals <= most:
-        raise UserError(f"the task {name} has 1 to {most} sub_goals, not {sub_goals}")
+        raise UserError(f"sub_goals is {sub_goals}; the task {name} supports 1 to {most}")
     if not 0 <= distractors <= MOST_DISTRACTORS:
-        raise UserError(f"a task has 0 to {MOST_DISTRACTORS} distractors, not {distractors}")
+        raise UserError(f"distractors is {distractors}; expected 0 to {MOST_DISTRACTORS}")
     return TASKS[name].make(Random(f"{name}/{seed}"), sub_goals, distractors)
 
 

@@ -1,4 +1,4 @@
-"""Home screen: open apps in the order of the instruction; each one that was opened moves all tiles to other places."""
+"""Home screen: open apps in the order of the instruction; opening an app moves all tiles to other positions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TILES = 12
 
 
 def make_named(draw: Random, sub_goals: int, distractors: int) -> Case:
-    """A case that names its apps; distractors are apps of the same families as the wanted ones."""
+    """A case that names its apps; distractors are apps of the same families as the targets."""
     return _make(draw, sub_goals, distractors, by_name=True)
 
 

@@ -13,7 +13,7 @@ MOST_MAILS = 7
 
 
 def make(draw: Random, sub_goals: int, distractors: int) -> Case:
-    """A case; distractors are mails that have to stay, some of them from a sender or on a subject of a wanted one."""
+    """A case; distractors are mails that must stay, some with the same sender or subject as a target."""
     count = min(MOST_MAILS, sub_goals + distractors)
     pairs = list(zip(draw.sample(SENDERS, count), draw.sample(SUBJECTS, count), strict=True))
     for index in range(sub_goals, count):  # half of a wanted mail's heading

@@ -1,4 +1,4 @@
-"""Search and choose: find entries by name over pages of results, and choose each of those that are wanted."""
+"""Search and choose: find entries by name across pages of results, and choose each requested one."""
 
 from __future__ import annotations
 

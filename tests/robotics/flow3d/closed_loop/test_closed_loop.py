@@ -119,7 +119,7 @@ def test_an_arm_of_ones_own_does_the_task(tmp_path):
         ("nowhere", "the arm gen3 cannot be read from /no/arm.xml"),
         ("none", "arms.py:none returned a str; expected an ArmModel"),
         ("nothing", "has no 'nothing'"),
-        ("mine mine", "whose names are mine, mine; name each once"),
+        ("mine mine", "with the names mine, mine; list each arm once"),
     ],
 )
 def test_an_own_arm_that_cannot_work_is_named(tmp_path, functions, message):
@@ -159,7 +159,7 @@ def test_an_unreachable_plan_is_a_named_failure_and_a_broken_episode_is_counted_
     assert row["reason"] == "RuntimeError: out of memory"
     assert metrics["episode/failed/closed_loop"] == 1
     assert np.isnan(metrics["success/closed_loop"])
-    assert "1 broke down" in loop_table([row])
+    assert "1 error" in loop_table([row])
 
 
 def made(success, *, task="pour", arm="panda", tries=(), failed=False, failure="", swaps=()):
@@ -228,8 +228,8 @@ def test_mmrl_evaluate_writes_videos_and_a_report_and_runs_no_episode_twice(tmp_
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("model.path=''", "model.path names no world model"),
-        ("loop.verifier.kind=vlm", "verifier.path names no model"),
+        ("model.path=''", "model.path is empty"),
+        ("loop.verifier.kind=vlm", "verifier.path is empty"),
         ("loop.grasps=[suction]", "allowed: primitive, antipodal"),
         ("evaluation.greedy=true", "have no effect on flow"),
         ("eval_data.arms.arms=[sawyer]", r"arms is \['sawyer'\]"),

@@ -218,14 +218,14 @@ def test_a_run_leaves_a_report_and_a_model(tmp_path):
 
 
 def test_what_cannot_work_is_refused(tmp_path):
-    with pytest.raises(UserError, match="this one, of synthetic, lacks shape, layouts, seed in its meta data"):
+    with pytest.raises(UserError, match="this one, of synthetic, lacks shape, layouts, seed in its metadata"):
         Flow3dAwmRecipe(awm_config(tmp_path, verifiers=[WeightedVerifierConfig("oracle")]))
-    with pytest.raises(UserError, match="several verifiers are named goes_right"):
+    with pytest.raises(UserError, match="verifier names must be unique: goes_right"):
         Flow3dAwmRecipe(awm_config(tmp_path, heldout_verifiers=[RIGHT]))
     for wrong, message in (
         (WeightedVerifierConfig("geometric", options={"rmse": 1}), "geometric has no option rmse; it has rmse_m"),
-        (WeightedVerifierConfig("oracle", options={"rmse": 1}), "oracle has no options"),
-        (WeightedVerifierConfig("endpoint", url="http://localhost:1/v1"), r"name verifier\.url"),
+        (WeightedVerifierConfig("oracle", options={"rmse": 1}), "oracle takes no options"),
+        (WeightedVerifierConfig("endpoint", url="http://localhost:1/v1"), r"set verifier\.url"),
         (WeightedVerifierConfig("oracle", path="models/judge"), r"path is .* while verifier\.kind is 'oracle'"),
     ):
         with pytest.raises(ValueError, match=message):
@@ -235,7 +235,7 @@ def test_what_cannot_work_is_refused(tmp_path):
             awm_config(tmp_path, exploration=ExplorationConfig(**given))
     with pytest.raises(ValueError, match="value"):
         awm_config(tmp_path, verifiers=[dataclasses.replace(RIGHT, value="accepted")])
-    with pytest.raises(ValueError, match="all of its weights are 0"):
+    with pytest.raises(ValueError, match="all weights are 0"):
         awm_config(tmp_path, verifiers=[dataclasses.replace(RIGHT, weight=0.0)])
     with pytest.raises(ValueError, match=r"heldout_verifiers: 'goes_right' has weight 0.5, but it is only reported"):
         awm_config(tmp_path, heldout_verifiers=[dataclasses.replace(RIGHT, weight=0.5)])

@@ -186,7 +186,7 @@ def test_clips_that_do_not_fit_are_refused(tmp_path):
     with pytest.raises(UserError, match="data: "):
         Flow3dRecipe(config)
     for wrong, message in (
-        (ClipSetConfig(), "name either path"),
+        (ClipSetConfig(), "set either path"),
         (
             ClipSetConfig(function="a:b", split="train"),
             "split is .*, but nothing reads it while function is 'a:b'",

@@ -151,7 +151,7 @@ def test_other_sizes_are_refused(tmp_path):
     with pytest.raises(UserError, match="not a saved world model"):
         FlowWorldModel.from_pretrained(tmp_path)
     (tmp_path / "a" / "config.json").write_text('{"encoding": {}}')
-    with pytest.raises(UserError, match="not that of a world model"):
+    with pytest.raises(UserError, match="does not belong to a world model"):
         FlowWorldModel.from_pretrained(tmp_path / "a")
     (tmp_path / "a" / "model.safetensors").write_bytes(b"nothing")
     with pytest.raises(UserError, match="damaged"):
@@ -162,7 +162,10 @@ def test_options_without_an_effect_are_refused():
     for change, message in (
         (lambda c: setattr(c.condition, "bgr", True), "nothing reads it while .*kind is 'small'"),
         (lambda c: setattr(c.condition, "text", "here"), "condition.text is 'here', but nothing reads it"),
-        (lambda c: setattr(c.condition, "kind", "clip"), "names no folder|nothing reads it while .*kind is .clip"),
+        (
+            lambda c: setattr(c.condition, "kind", "clip"),
+            "is empty; set it to a folder|nothing reads it while .*kind is .clip",
+        ),
         (lambda c: setattr(c.condition, "patch_px", 7), "multiple of 7"),
         (lambda c: setattr(c.body.unet, "trainable", "lora"), "adapters on random weights"),
         (lambda c: setattr(c.body.unet, "norm_groups", 3), "does not divide"),

@@ -91,7 +91,7 @@ def test_an_episode_is_cut_off_at_the_horizon_and_repeats_itself():
         ({"observation": "smell"}, "observation is"),
         ({"horizon": 0}, "horizon is 0"),
         ({"arm": "hand"}, "physics needs an arm"),
-        ({"render_mode": "human"}, "rgb_array and None"),
+        ({"render_mode": "human"}, "rgb_array or None"),
     ],
 )
 def test_what_does_not_exist_is_refused(given, said):

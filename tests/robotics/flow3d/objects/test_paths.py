@@ -181,7 +181,7 @@ def test_angles_are_those_of_one_arm(demos):
     with pytest.raises(UserError, match="expected grips or joints"):
         PathSim(["panda/pour"], actions="torques")
     for actors in ([], ["hand"], ["panda", "gen3"]):
-        with pytest.raises(UserError, match="expected one arm"):
+        with pytest.raises(UserError, match="needs exactly one arm"):
             build_path_demonstrations(str(demos / "none"), clips=str(demos / "clips"), actors=actors, actions="joints")
 
 

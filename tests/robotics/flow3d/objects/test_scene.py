@@ -125,7 +125,7 @@ def test_things_are_put_where_they_are_wanted(scene):
         np.testing.assert_allclose(drawer.object_pose(), end, atol=1e-9)
         drawer.put_hand(end)
         np.testing.assert_allclose(drawer.body_pose("floating_hand"), end, atol=1e-9)
-        with pytest.raises(UserError, match="there are arms"):
+        with pytest.raises(UserError, match="available arms"):
             drawer.put_arm(np.zeros(7))
     with pytest.raises(UserError, match="needs actor='hand'"):
         scene.put_hand(end)

@@ -30,14 +30,14 @@ def test_no_answer_and_nonsense_have_names(chat_server):
     observation = drawn_sphere()
     find = AskedPart(ChatEndpoint(chat_server.url, "chooser", timeout_s=60.0))
     chat_server.answers += [{"content": None, "refusal": "no"}, 503, "the handle"]
-    for reason in ("refused", "down", "unusable answer"):
+    for reason in ("refused", "down", "unusable response"):
         with pytest.raises(NoAnswer, match=reason):
             find(observation, observation.mask)
 
 
 @pytest.mark.parametrize("answer", ["", "3", '{"mark": 0}', '{"mark": 9}', '{"mark": true}', '{"mark": "2"}'])
 def test_only_a_number_among_the_marks_is_read(answer):
-    with pytest.raises(NoAnswer, match="unusable answer"):
+    with pytest.raises(NoAnswer, match="unusable response"):
         read_part(answer, 8)
     assert read_part('```json\n{"mark": 8}\n```', 8) == 8
 

@@ -120,7 +120,7 @@ def test_good_answers_are_read(fence):
 def test_nonsense_is_rejected_with_no_confidence(answer, culprit):
     verdict = read_verdict(answer)
     assert (verdict.ok, verdict.score) == (False, 0.0)
-    assert f"unusable answer ({culprit})" in verdict.reason
+    assert f"unusable response ({culprit})" in verdict.reason
 
 
 def test_endpoint_sees_both_images_and_the_task(chat_server, monkeypatch):
@@ -169,7 +169,7 @@ def test_a_model_of_the_suite_is_asked_with_both_images(tmp_path, monkeypatch):
     monkeypatch.setattr(policy, "encode", lambda task: tasks.append(task) or encode(task))
     verdict = ask(VlmVerifier(LocalModel(policy, max_new_tokens=4)))
     assert (verdict.ok, verdict.score) == (False, 0.0), "random weights write no JSON"
-    assert "unusable answer (no JSON)" in verdict.reason
+    assert "unusable response (no JSON)" in verdict.reason
     assert len(tasks[0].images) == 2
     policy.config.max_prompt_tokens = 3
     unasked = ask(VlmVerifier(LocalModel(policy, max_new_tokens=4)))
