@@ -27,20 +27,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--threads", metavar="N", type=int, default=1, help="threads per process; default 1")
     add("--device", choices=["cpu", "cuda"], default="cpu", help="device to run on; default cpu")
     families = ["qwen2_5_vl", "qwen3_vl", "smolvlm", "gemma3", "qwen3"]
-    add(
-        "--family",
-        choices=families,
-        default="qwen2_5_vl",
-        help="architecture of the model to build; the last three only support --only step",
-    )
+    add("--family", choices=families, default="qwen2_5_vl", help="model to build; the last three: only --only step")
     add("--model", metavar="DIR", type=Path, help="folder or packaged name of a model to use instead of building one")
-    add(
-        "--folder",
-        metavar="DIR",
-        type=output_folder,
-        default=BenchOptions.folder,
-        help="where to keep built models and questions",
-    )
+    add("--folder", metavar="DIR", type=output_folder, default=BenchOptions.folder, help="where built models are kept")
     add("--out", metavar="FILE", type=output_file, help="also write the JSON to this file")
     add("--quick", action="store_true", help="smoke test with tiny sizes")
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -4,7 +4,7 @@
 
 Every image has one to three words, dark on light or light on dark, in one of six fonts; the sizes take turns. Case
 `page` puts the text anywhere in a square image, where the reader has to find it; `line` cuts the same text out and
-reads it as one line; `tesseract`, if it is installed, reads the pages. For each size, `right` is the share of images
+reads it as one line; `tesseract`, if it is installed, reads the pages. For each size, `right` is the fraction of images
 with the full reward and `reward` the mean of 1 - normalised edit distance. Times are CPU seconds an image on one
 thread; a reader that fails ends the command.
 """

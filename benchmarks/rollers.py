@@ -2,7 +2,7 @@
 
     python -m benchmarks.rollers [--steps 4] [--case 'environments that sleep'] [--out FILE]
 
-Two tiny runs on this machine, each in one process, with two workers, and with two workers beside the update: answers
+Two tiny runs on this machine, each in one process, with two workers, and with two workers next to the update: answers
 to questions whose reward waits as a judge on another machine does, and agents whose every turn sleeps as a slow
 environment does, in four environments of each process or worker. The ways take turns in one process; the model and the
 first two steps do not count.
@@ -30,7 +30,7 @@ WAIT_S, SLEEP_S = 0.02, 0.1
 WAYS = {
     "one process": [],
     "two workers": ["rollers.engine=ray", "rollers.workers=2", "rollers.unit=4"],
-    "two workers beside the update": [
+    "two workers next to the update": [
         *("rollers.engine=ray", "rollers.workers=2", "rollers.unit=4", "rollers.overlap=true"),
     ],
 }

@@ -172,7 +172,7 @@ class Kinds:
     table: Callable[[], Mapping[str, type[Any]]]
     """Kind to the dataclass of its options."""
     named: bool = False
-    """Whether the dictionary itself names the kind, under `kind`."""
+    """Whether the dictionary itself contains the kind, under `kind`."""
     default_from: str = ""
     """Origin of the defaults, if not the dataclass."""
     without: tuple[str, ...] = ()
@@ -234,7 +234,7 @@ def by_kind(
     default_from: str = "",
     without: tuple[str, ...] = (),
 ) -> Any:
-    """A dataclass field that holds the options of one of several kinds, empty by default; see `Kinds`."""
+    """A dataclass field with the options of one of several kinds, empty by default; see `Kinds`."""
     kinds = Kinds(table, named, default_from, without)
     return dataclasses.field(default_factory=dict, metadata={"kinds": kinds})
 
@@ -331,7 +331,7 @@ def _unread(config: Any, item: dataclasses.Field[Any], where: str) -> Iterator[s
             is_part = dataclasses.is_dataclass(value)
             given, kept = ("set", "leave it out") if is_part else (f"{value!r}", f"leave it at {default!r}")
             yield (
-                f"{front}{item.name} is {given}, but nothing reads it while {front}{name} is {other!r}; {kept}, or "
+                f"{front}{item.name} is {given}, but it has no effect while {front}{name} is {other!r}; {kept}, or "
                 f"{_needed(f'{front}{name}', wanted)}"
             )
 
@@ -353,7 +353,7 @@ def _needed(key: str, wanted: Any) -> str:
 
 
 def readers_of(item: dataclasses.Field[Any], front: str = "") -> str:
-    """The values of other options without which nothing reads a field, such as "schedule: annealing"."""
+    """The values of other options that a field requires to have an effect, such as "schedule: annealing"."""
     return " and ".join(
         _wanted(f"{front}{name}", wanted) for name, wanted in item.metadata.get("only_with", {}).items()
     )

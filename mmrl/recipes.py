@@ -17,9 +17,9 @@ from mmrl.workers.loading import LoadError, check_allowed
 PACKAGES = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "diffusion", "robotics")
 """Packages with recipes, in the order in which they are listed; each builds only on earlier ones."""
 CONTRIB = ("mmrl.contrib.language", "mmrl.contrib.agents", "diffusion.contrib", "robotics.contrib")
-"""Packages whose recipes have fewer guarantees than those of the library. Their `entries` are read when the library has
-no recipe of a name; EXTENDS there names the package whose plan, preview, reader and metrics they share. BUILDS_ON of a
-package names the one whose metrics its recipes have too."""
+"""Packages whose recipes have fewer guarantees than those of the library. Their `entries` are read if the library has
+no recipe of a given name. EXTENDS in it is the package whose plan, preview, reader and metrics they share. BUILDS_ON of
+a package is the package whose metrics its recipes also report."""
 WORLDS = ("toy", "scenes")
 """Folders of the packages with toy tasks. Only the tables of these folders refer to their modules."""
 

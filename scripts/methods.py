@@ -1,6 +1,6 @@
 """One page for each method of the library, and the table that leads to them.
 
-A method is an objective, a recipe, or both under one name. The site builds the pages (docs/hooks.py), and
+A method is an objective, a recipe, or both under one name. The site builds the pages (scripts/site.py), and
 docs/methods/index.md has the table.
 """
 

@@ -123,11 +123,11 @@ def test_values_of_the_environment_are_saved_as_references(write, tmp_path, monk
         (GOOD, ["rewards=[{name: exact, weight: -.inf}]"], r"rewards\[0\].weight is -inf; must be finite"),
         (GOOD, ["rewards=[{name: exact, options: {tolerance: .nan}}]"], r"options.tolerance is nan; must be finite"),
         (GOOD, ["trainer.steps=0"], "trainer.steps is 0; must be at least 1"),
-        (GOOD, ["output_dir="], r"'output_dir': nothing is given; an empty text is \"''\" on the command line"),
+        (GOOD, ["output_dir="], r"'output_dir': the value is empty; write an empty text as \"''\" on the command line"),
         (GOOD, ["trainer.steps"], "not of the form a.b=c"),
         (GOOD.replace("path: m", ""), [], "model.path"),
         ("model: {path: m}\n", [], "no `recipe:` key"),
-        (GOOD, ["data.build_options={count: 4}"], r"data\.build_options are set, but data\.build names no function"),
+        (GOOD, ["data.build_options={count: 4}"], r"data\.build_options are set, but data\.build is not; set"),
         ("recipe: papoo\n", [], "unknown recipe 'papoo'; did you mean 'papo'"),
         ("recipe: grpo\n", [], r"grpo is an objective: use recipe: vlm .* with objective: {preset: grpo}"),
         ("recipe: dapoo\n", [], "did you mean 'dapo'"),
@@ -142,10 +142,10 @@ def test_values_of_the_environment_are_saved_as_references(write, tmp_path, monk
         (
             GOOD,
             ["model.dtype=bfloat16"],
-            "round such steps away; use model.dtype=float32 with trainer.mixed_precision=bf16",
+            "such steps are lost to rounding in bfloat16 weights; use model.dtype=float32 with trainer.mixed_precision=bf16",
         ),
         (GOOD, ["objective.kl.kind=full"], "use k1, k2, k3"),
-        (GOOD, ["trainer.minibatches_per_step=99"], "cut by whole groups"),
+        (GOOD, ["trainer.minibatches_per_step=99"], "minibatches consist of whole groups"),
     ],
 )
 def test_mistakes_are_named(write, text, overrides, message):
@@ -177,7 +177,7 @@ def test_nothing_empties_a_mapping_of_the_file(write, tmp_path, nothing):
 
 
 @pytest.mark.parametrize(
-    ("block", "way_out"), [("filter", "objective.filter.kind: none switches it off"), ("advantage", "leave it out")]
+    ("block", "way_out"), [("filter", "objective.filter.kind: none disables it"), ("advantage", "leave it out")]
 )
 def test_null_for_a_block_names_the_way_out(write, block, way_out):
     for path, overrides in (
@@ -256,7 +256,7 @@ def test_a_split_whose_name_no_file_can_have_is_refused(recipe):
     config = config() if isinstance(config, type) else config
     for name in ("x" * 101, "漢" * 40, "a/b", ".hidden"):
         config.eval_data = {name: None}
-        with pytest.raises(ValueError, match=r"eval_data names a split '.*', which becomes a name of files: it "):
+        with pytest.raises(ValueError, match=r"eval_data contains a split '.*', which is used in file names: it "):
             BaseRunConfig.validate(config)
 
 

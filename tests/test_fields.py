@@ -141,21 +141,21 @@ class Switched:
     [
         (
             {"rate": 0.2},
-            "x.rate is 0.2, but nothing reads it while x.kind is 'plain'; leave it at 0.5, or set x.kind: ",
+            "x.rate is 0.2, but it has no effect while x.kind is 'plain'; leave it at 0.5, or set x.kind: ",
         ),
-        ({"heat": 2.0}, "x.heat is 2.0, but nothing reads it while x.samples is 0; leave it at 1.0, or set x.samples"),
-        ({"file": "a", "seeds": 4}, "x.seeds is 4, but nothing reads it while x.file is 'a'; leave it at 3, or unset"),
+        ({"heat": 2.0}, "x.heat is 2.0, but it has no effect while x.samples is 0; leave it at 1.0, or set x.samples"),
+        ({"file": "a", "seeds": 4}, "x.seeds is 4, but it has no effect while x.file is 'a'; leave it at 3, or unset"),
         (
             {"share": 0.5},
-            "x.share is 0.5, but nothing reads it while x.samples is 0; leave it at 1.0, or set x.samples: 1",
+            "x.share is 0.5, but it has no effect while x.samples is 0; leave it at 1.0, or set x.samples: 1",
         ),
         (
             {"file": "a", "exact": True},
-            "x.exact is True, but nothing reads it while x.file is 'a'; leave it at False, or",
+            "x.exact is True, but it has no effect while x.file is 'a'; leave it at False, or",
         ),
         (
             {"part": Part(rate=0.25)},
-            "x.part is set, but nothing reads it while x.kind is 'plain'; leave it out, or set",
+            "x.part is set, but it has no effect while x.kind is 'plain'; leave it out, or set",
         ),
     ],
 )

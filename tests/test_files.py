@@ -173,8 +173,8 @@ def in_the_way(folder):
         folder / "round": "is a link to",
         folder / "file/inside": f"{folder / 'file'} is not a folder",
         folder / "linked/inside": f"{folder / 'linked'} is not a folder",
-        folder / ("x" * 256): "has a name of 256 bytes; file systems allow 255",
-        folder / ("ä" * 128): "has a name of 256 bytes; file systems allow 255",
+        folder / ("x" * 256): "has a name of 256 bytes; file systems allow at most 255",
+        folder / ("ä" * 128): "has a name of 256 bytes; file systems allow at most 255",
         folder / "/".join(["x" * 200] * 30): "File name too long",
     }
 
@@ -183,7 +183,7 @@ def test_paths_that_cannot_be_written_are_refused_with_a_reason(tmp_path, monkey
     paths = in_the_way(tmp_path)
     for kind, own in (
         (output_folder, {tmp_path / "file": "is not a folder", tmp_path / "linked": "is not a folder"}),
-        (output_file, {tmp_path: "is a folder", Path("/dev/null"): "is no file"}),
+        (output_file, {tmp_path: "is a folder", Path("/dev/null"): "is not a regular file"}),
     ):
         for path, message in (paths | own).items():
             with pytest.raises(UserError, match=re.escape(message)):
@@ -214,7 +214,7 @@ def test_a_file_is_read_up_to_its_limit(tmp_path):
     path = tmp_path / "log.txt"
     path.write_bytes(b"one\r\ntwo\n\n")
     assert read_text(path, 10) == "one\ntwo\n\n"
-    with pytest.raises(UserError, match=r"log\.txt has 10 bytes; such a file may have at most 9"):
+    with pytest.raises(UserError, match=r"log\.txt has 10 bytes; at most 9 are allowed"):
         read_text(path, 9)
     assert last_line(path) == "two"
     # files of /proc have no size
@@ -232,9 +232,9 @@ def test_of_a_long_line_only_its_start_is_kept(tmp_path):
 
 @pytest.mark.parametrize("text", ["[" * 5000, "[" * 300 + "]" * 300, '{"a":' * 300 + "1" + "}" * 300, "1" * 301])
 def test_json_is_neither_deep_nor_has_it_endless_numbers(text):
-    with pytest.raises(ValueError, match=r"nested more than 100 levels deep|a number of 301 digits"):
+    with pytest.raises(ValueError, match=r"nested more than 100 levels deep|a number with 301 digits"):
         parse_json(text)
-    with pytest.raises(ValueError, match=r"nested more than 100 levels deep|a number of 301 digits"):
+    with pytest.raises(ValueError, match=r"nested more than 100 levels deep|a number with 301 digits"):
         parse_json(text.encode())
 
 
@@ -248,10 +248,10 @@ BOMB = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"{new}: &{new} [{', '.join([f'*{old}'] * 9)}]\n" for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
 YAMLS = {
-    BOMB: "more than 100000 keys and values, with those that aliases repeat",
+    BOMB: "more than 100000 keys and values, counting those repeated by aliases",
     f"a: &a {'x' * 600_000}\nb: [{', '.join(['*a'] * 20)}]": "more than 100000 keys and values",
-    "a: &a [1, *a]": "the anchor &a holds an alias of itself",
-    "a: &a {b: {<<: *a}}": "the anchor &a holds an alias of itself",
+    "a: &a [1, *a]": "the anchor &a contains an alias of itself",
+    "a: &a {b: {<<: *a}}": "the anchor &a contains an alias of itself",
     "[" * 200 + "]" * 200: "nested more than 100 levels deep",
     "[" * 5000: "nested|nesting depth",
     "a: b: c": "not valid YAML: mapping values are not allowed",
@@ -260,7 +260,7 @@ YAMLS = {
     "? [a]\n: b": "not valid YAML: .*unhashable key",
     "a: !!python/object/apply:os.getpid []": "could not determine a constructor",
     "a: \0": "not valid YAML",
-    "- x\n" * 600_000: "such a file may have at most",
+    "- x\n" * 600_000: "bytes; at most",
 }
 
 

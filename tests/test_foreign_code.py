@@ -70,7 +70,10 @@ def test_a_run_folder_from_elsewhere_lists_what_would_run(foreign):
     with pytest.raises(UserError) as refused, foreign_run(foreign):
         pass
     text = str(refused.value)
-    assert f"{foreign} was not written by a run of yours and names code that would run here: os:system (model" in text
+    assert (
+        f"{foreign} was not written by one of your runs and refers to code that would run here: os:system (model"
+        in text
+    )
     assert "--allow os:system --allow evil.py:make --allow 'my rewards.py:f'" in text
 
 

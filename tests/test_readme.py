@@ -199,7 +199,9 @@ def test_a_chain_of_runs(quick, tmp_path, capsys):
     rl = ["train", "configs/vlm/digits_papo.yaml", *quick("digits_papo.yaml", papo, model)]
     assert main(rl) == 0
     out = capsys.readouterr()
-    assert all("greedy answer was cut at 6 tokens" in line for line in out.err.splitlines())  # two steps teach no end
+    assert all(
+        "greedy responses hit the limit of 6 tokens" in line for line in out.err.splitlines()
+    )  # two steps teach no end
     assert f"report: {papo}/report.html" in out.out
     assert out.out.count("evaluation at step") == 2 * 2 * 2  # runs, splits, ends
     listed = [code(row[0])[0] for row in RUN_FOLDER.table("Run folder")]

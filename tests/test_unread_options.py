@@ -66,5 +66,5 @@ def test_an_option_without_a_reader_is_refused(recipe, needed, option, makes_sen
 
 @pytest.mark.parametrize("limit", [{"timeout_s": 3.0}, {"memory_mb": 100.0}, {"workers": 2}, {"batch_timeout_s": 9.0}])
 def test_limits_of_a_reward_that_runs_here_are_refused(limit):
-    with pytest.raises(UserError, match=f"{next(iter(limit))} is .*, but it runs in this process"):
+    with pytest.raises(UserError, match=f"{next(iter(limit))} is .*, but the reward runs in this process"):
         RewardSum([RewardConfig(name="exact", **limit)])

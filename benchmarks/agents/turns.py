@@ -1,6 +1,6 @@
 """The arms of `python -m benchmarks vlm --only turns`: savings of continuing from a conversation's history.
 
-The episodes are made up: every turn answers with the same number of tokens, and is followed by an image. "anew" reads
+The episodes are made up: every turn answers with the same number of tokens, and is followed by an image. "again" reads
 the whole conversation in every turn, in sampling and in the update, as trainers do whose rows are single turns.
 """
 
@@ -31,7 +31,7 @@ TOLERANCE = 1e-5
 
 
 def sample_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Sample all turns of a group's episodes; with the option `anew` each turn reads its whole conversation."""
+    """Sample all turns of a group's episodes; with the option `again` each turn reads its whole conversation."""
     with make_recipe(options) as recipe:
         drawn: list[Rollouts] = []
 
@@ -44,7 +44,7 @@ def sample_arm(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def update_arm(options: dict[str, Any]) -> dict[str, Any]:
-    """Forward and backward pass of a group's log-probabilities; with `anew` each turn is a separate row."""
+    """Forward and backward pass of a group's log-probabilities; with `again` each turn is a separate row."""
     with make_recipe(options) as recipe:
         whole = _converse(recipe, options)
         rollouts = turn_rows(whole) if options["anew"] else whole

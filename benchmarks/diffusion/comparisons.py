@@ -63,7 +63,7 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
     """Run the comparisons of this room.
 
     Args:
-        options: what to run and how often; `model` is a Stable Diffusion 3 pipeline folder in place of the random one.
+        options: what to run and how often; `model` is a Stable Diffusion 3 pipeline folder instead of the random one.
 
     Returns:
         One comparison for each chosen name.

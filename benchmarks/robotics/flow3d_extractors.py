@@ -158,9 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.robotics.flow3d_extractors", description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/flow3d-extractors"), help="output folder")
     parser.add_argument("--sizes", type=int, nargs="+", default=[128, 256], help="image sizes in pixels")
-    parser.add_argument(
-        "--noises", type=float, nargs="+", default=[0.0, 0.01], help="relative standard deviations of depth"
-    )
+    parser.add_argument("--noises", type=float, nargs="+", default=[0.0, 0.01], help="relative deviations of depth")
     parser.add_argument("--videos", type=int, default=1, help="episodes per task and actor")
     parser.add_argument("--backends", nargs="+", choices=list(BACKENDS), default=[], help="default: all")
     args = parser.parse_args(argv)

@@ -221,12 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("config", help="an SRPO configuration that provides the policy, simulator and initial states")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the file's values")
     parser.add_argument("--episodes", type=int, default=CheckOptions.episodes, help="episodes of the policy")
-    parser.add_argument(
-        "--latents", default="", help="kinds of latents, comma-separated; the configuration's own if empty"
-    )
-    parser.add_argument(
-        "--deals", type=int, default=CheckOptions.deals, help="random splits of the episodes into batches"
-    )
+    parser.add_argument("--latents", default="", help="kinds, comma-separated; default: the configuration's own")
+    parser.add_argument("--deals", type=int, default=CheckOptions.deals, help="random splits of episodes into batches")
     parser.add_argument("--seed", type=int, default=0, help="seed of the episodes and the splits")
     given = parser.parse_intermixed_args(arguments)
     try:

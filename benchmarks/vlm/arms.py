@@ -174,7 +174,7 @@ def make_recipe(options: dict[str, Any], *, papo: bool = False, old_logp: str = 
         options: model, data, shape, device; dtype, mixed_precision, layout, shared_prefix, gradient_checkpointing,
             keep_prefill, skip_zero_advantage_groups, tasks_per_step and reward where they differ from the suite's
             defaults.
-        papo: PAPO in place of GRPO without KL.
+        papo: PAPO instead of GRPO without KL.
         old_logp: value of trainer.old_logp.
     """
     shape = shape_of(options["shape"])

@@ -263,12 +263,12 @@ def _turns(bench: Bench) -> dict[str, Any]:
     limits = bench.targets({"minimum": 3.0, "goal": 3.5})
     ratios: dict[str, Any] = {}
     for part in ("sample", "update"):
-        ratios |= _ratios(runs, part, f"{part} anew", f"{part} once", **limits)
+        ratios |= _ratios(runs, part, f"{part} again", f"{part} once", **limits)
     notes = [
         f"{shape.group} episodes of {turns} turns: a prompt of {shape.prompt} tokens with an image of "
         f"{shape.image_tokens}, and the same amount again before every later turn; responses of {shape.completion} "
         "tokens",
-        "anew: every turn reads its conversation from the beginning, including images; the update has one row per turn",
+        "again: every turn reads its conversation from the beginning, with images; the update has one row per turn",
     ]
     return comparison(runs, ratios=ratios, notes=notes)
 

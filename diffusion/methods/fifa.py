@@ -225,9 +225,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("pairs", help=".npz or .jsonl file of pairs with scores")
     parser.add_argument("output", help=".npz file to write to")
     parser.add_argument("--keep", type=int, required=True, help="number of pairs to keep")
-    parser.add_argument(
-        "--pipeline", default="", help=("pipeline whose text encoders embed the captions; required for --gamma")
-    )
+    parser.add_argument("--pipeline", default="", help="pipeline whose text encoders embed captions; used by --gamma")
     for item in dataclasses.fields(PairFilterConfig):
         if item.name in ("alpha", "gamma", "margin", "neighbours", "normalise", "reward", "quality"):
             kind = str if item.default is None else type(item.default)

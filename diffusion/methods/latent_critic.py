@@ -237,7 +237,7 @@ class CriticTrainer:
         return sum(merge_lists([sum(numbers(losses))], accelerator)) / len(losses)
 
     def _update(self, rows: Sequence[Tensor], count: int, accelerator: Any) -> float | Tensor:
-        """One update on `count` states of all processes; returns this process's share of the mean loss."""
+        """One update on `count` states of all processes; returns this process's fraction of the mean loss."""
         x, sigma, pooled, returns = rows
         share: float | Tensor = 0.0
         if len(returns):  # a process without rows in this part still takes part in the sum of gradients

@@ -1,4 +1,4 @@
-"""Recipes and metrics of agents; loads none of the modules that it names."""
+"""Recipes and metrics of agents; imports none of the modules that it names."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Counts and metrics of a step's episodes, alarms, and reward functions of whole episodes.
 
-A policy that finds out that silence pays answers nothing, and its reward rises all the while. That shows in the share
-of answers of which nothing was executed, and beforehand in episodes that earned less than one without any action.
+A policy that finds out that silence pays stops acting, and its reward keeps rising. That shows in the fraction of
+responses without an executed action, and earlier in episodes that earned less than one without any action.
 """
 
 from __future__ import annotations

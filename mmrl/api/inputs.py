@@ -83,7 +83,7 @@ class Inputs:
         return str(value) if isinstance(value, Path) else value
 
     def name_of(self, value: Any, kind: str) -> str:
-        """How a configuration names a callable: by its module, or as an object of this program."""
+        """Name of a callable in a configuration: by its module, or as an object of this program."""
         if spec := _importable(value):
             return spec
         name = str(getattr(value, "__name__", "") or type(value).__name__)

@@ -120,7 +120,7 @@ def find_name(name: str) -> str | Paper | Omitted:
         return found[0]
     if found:
         raise UserError(f"'{name}' is ambiguous: {', '.join(map(_introduced, found))}")
-    raise UserError(f"There is no objective, recipe or paper '{name}'; {_suggested(name)}`mmrl list` shows all")
+    raise UserError(f"unknown objective, recipe or paper '{name}'; {_suggested(name)}`mmrl list` shows all")
 
 
 def _introduced(found: str | Paper | Omitted) -> str:
@@ -275,7 +275,7 @@ def _row_explained(row: Row) -> str:
     lines += [f"  {key:<12}{kind:<22}{source}" for key, kind, source in part_sources(row)]
     # an installed wheel has no golden numbers, only the programs' names
     proof = golden_sources(row.name) or [row.verified]
-    lines += ["", f"promise       {row.claim}", f"verified      {NEWLINE.join(proof)}"]
+    lines += ["", f"claim         {row.claim}", f"verified      {NEWLINE.join(proof)}"]
     lines += [f"differs       {row.differs}"] if row.differs else []
     lines += _papers_lines(row.name)
     lines += ["", "domains"]

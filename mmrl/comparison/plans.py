@@ -133,7 +133,7 @@ def planned_minutes(experiment: ExperimentConfig, runs: int, tried: int) -> floa
 
 
 def _sweep_share(experiment: ExperimentConfig) -> float:
-    """Length of a run of the sweep as a share of one of the comparison, by their numbers of steps."""
+    """Length of a run of the sweep as a fraction of one of the comparison, by their numbers of steps."""
     if experiment.sweep is None:
         return 1.0
     arm, value = tuned_arms(experiment)[0], experiment.sweep.values[0]

@@ -356,7 +356,7 @@ def _equal_costs(experiment: ExperimentConfig, curves: Curves) -> dict[int, floa
 
 
 def _collapse(experiment: ExperimentConfig, plans: Plans) -> CollapseResult | None:
-    """Share of each arm's finished runs that end below the given share of their first value."""
+    """Fraction of each arm's finished runs that end below the given fraction of their first value."""
     if experiment.collapse is None:
         return None
     arms = {}
@@ -404,7 +404,7 @@ def _no_value(experiment: ExperimentConfig, plan: RunPlan) -> str | None:
 
 
 def _unreadable(experiment: ExperimentConfig, arm: str, plan: RunPlan) -> Iterator[str]:
-    """Reasons why a finished run gives no curve, no target or no share of its start value."""
+    """Reasons why a finished run gives no curve, no target or no fraction of its start value."""
     if experiment.work is not None:
         curve = read_curve(experiment, plan)
         if not isinstance(curve, Curve):

@@ -97,28 +97,28 @@ def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """This batch's share of the mean of x (B, T) over all trained decisions of the optimiser step.
+    """This batch's fraction of the mean of x (B, T) over all trained decisions of the optimiser step.
 
-    The shares of micro-batches and ranks add up to the mean over all of them, in value and in gradient.
+    The fractions of micro-batches and ranks add up to the mean over all of them, in value and in gradient.
     """
     # dividing by this batch's own count would make decisions of short micro-batches weigh more
     return masked_sum(x, mask).sum() / max(denominators.tokens, 1.0)
 
 
 def sequence_mean(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """This batch's share of the mean over rows of row means; see `token_mean`."""
+    """This batch's fraction of the mean over rows of row means; see `token_mean`."""
     # not .mean(): that would divide by the rows of this micro-batch, empty ones included
     return masked_mean(x, mask).sum() / max(denominators.rows, 1.0)
 
 
 def sequence_sum(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """This batch's share of the mean over rows of row sums; see `token_mean`."""
+    """This batch's fraction of the mean over rows of row sums; see `token_mean`."""
     # the divisor is that of sequence_mean, so that the two differ only by the length of rows
     return masked_sum(x, mask).sum() / max(denominators.rows, 1.0)
 
 
 def turn_mean(x: Tensor, mask: Tensor, turn: Tensor, denominators: Denominators) -> Tensor:
-    """This batch's share of the mean over turns of the mean of x (B, T) over each turn's decisions."""
+    """This batch's fraction of the mean over turns of the mean of x (B, T) over each turn's decisions."""
     segment = turn_segments(turn)
     # each decision is divided by the length of its turn, so that a sum over decisions is a sum of turn means
     number = torch.zeros_like(mask).scatter_add(1, segment, mask).gather(1, segment).clamp(min=1)
@@ -134,7 +134,7 @@ def turn_segments(turn: Tensor) -> Tensor:
 
 
 def fixed_length(x: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """This batch's share of the sum over rows * `denominators.length`; see `token_mean`."""
+    """This batch's fraction of the sum over rows * `denominators.length`; see `token_mean`."""
     if denominators.length <= 0:
         raise ValueError(
             f"The aggregation 'fixed_length' divides every row by a constant; got length {denominators.length:g}. "
@@ -269,7 +269,7 @@ class LossOutput:
     """A loss and its metrics."""
 
     loss: Tensor
-    """Scalar, this batch's share of the loss of the optimiser step."""
+    """Scalar, this batch's fraction of the loss of the optimiser step."""
     metrics: dict[str, Metric] = field(default_factory=dict)
     """Name to metric; merge them over the micro-batches of a step with `merge_metrics`."""
 
@@ -283,10 +283,10 @@ def required(value: Tensor | None, name: str, hint: str) -> Tensor:
 
 @dataclass(frozen=True)
 class Aggregation(Block):
-    """Reduces terms (B, T) to this batch's share of a mean over the whole optimiser step."""
+    """Reduces terms (B, T) to this batch's fraction of a mean over the whole optimiser step."""
 
     def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
-        """Scalar share of the mean of x (B, T) where mask (B, T) is 1; `turn` (B, T) int64 numbers the turns."""
+        """Scalar fraction of the mean of x (B, T) where mask (B, T) is 1; `turn` (B, T) int64 numbers the turns."""
         raise NotImplementedError
 
 

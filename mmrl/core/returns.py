@@ -142,7 +142,7 @@ def gae_over_turns(
         repeated: (B,) bool, rows after whose last turn V is that before it, as in `gae`.
 
     Returns:
-        (B, T), 0 where nothing is trained.
+        (B, T), 0 if nothing is trained.
 
     Source: VL-DAC, arXiv 2508.04280, eq. 3-6 (step-level critic, token-level policy).
     """

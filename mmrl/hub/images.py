@@ -42,9 +42,7 @@ def check_pixels(width: int, height: int, max_pixels: int, option: str = "") -> 
     # a small file can announce pixels that fill the memory
     if width * height > max_pixels:
         tip = f" ({option})" if option else ""
-        raise ImageError(
-            f"it has {width} x {height} pixels, more than the maximum of {max_pixels}{tip}; make it smaller"
-        )
+        raise ImageError(f"it has {width} x {height} pixels, more than {max_pixels}{tip}; make it smaller")
 
 
 def decode_image(

@@ -194,8 +194,7 @@ def good_rows(path: str) -> Iterator[DataRow]:
 
 
 def check_split(path: str, split: str, subset: str | None) -> None:
-    """Raise UserError for a split or subset of data that has none: a file is one split, and only hub data sets have
-    subsets."""
+    """Reject a split or subset of data that has none: a file is one split, and only hub datasets have subsets."""
     file = expanded(path)
     is_one = is_file(file) and file.suffix.lower() in (".txt", LINES, *READERS)
     if is_one and split != "train":

@@ -91,7 +91,7 @@ class Inpainting(Replacing):
         if not settings.replacements:
             return ""
         return (
-            f"where no sample is right: up to {settings.replacements} right answers filled in around "
+            f"if no sample is right: up to {settings.replacements} right answers filled in around "
             f"{100 * settings.low:g} to {100 * settings.high:g}% of the worked answer's chunks replace samples"
         )
 

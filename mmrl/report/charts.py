@@ -50,7 +50,7 @@ def style_axes(axes: Axes) -> None:
 
 
 def draw_legend(axes: Axes) -> None:
-    """Draw the legend where there is room."""
+    """Draw the legend if there is room."""
     axes.legend(fontsize=8, frameon=False, labelcolor=INK, loc="best")
 
 

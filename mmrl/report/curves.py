@@ -118,7 +118,7 @@ def _time_charts(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def _accuracy_charts(run: RunFolder) -> list[dict[str, Any]]:
-    """Shares of each split and of its parts, all on one scale."""
+    """Fractions of each split and of its parts, all on one scale."""
     asked: list[tuple[str, list[dict[str, Any]], dict[str, str]]] = []
     for split in run.splits:
         records = run.of_split(split)
@@ -276,8 +276,8 @@ COSTS: dict[str, dict[str, float]] = {
     "model evaluations": {"cost/forward_rows": 1, "cost/train_rows": 3},
 }
 AXIS_CAPTIONS = {
-    "images": "Images drawn for training so far.",
-    "seconds": "Seconds of training so far, without evaluation.",
+    "images": "Images sampled for training so far.",
+    "seconds": "Seconds of training so far, excluding evaluation.",
     "model evaluations": (
         "Forward-pass equivalents of the denoiser in training so far: rows without gradient + 3 × rows with "
         "gradient, since a row with gradient costs a forward pass plus a backward pass, which takes about two "
@@ -290,13 +290,14 @@ used."""
 KINDS = {
     "seconds": r"Seconds\b",
     "shares": r"(Mean s|S)hare\b|(Mean f|F)raction\b",
-    "correlations": r"Spearman's|Correlation\b",
+    "correlations": r"Spearman\b|Correlation\b",
     "megabytes": r".*\b10\^6 bytes",
     "counts": (
-        r"(Mean number of|Mean (turns|control steps|answers|actions|predictions) of|Longest|Mean length"
+        r"(Mean number of|Mean (turns|control steps|answers|responses|actions|predictions) of|Longest|Mean length"
+        r"|Maximum (number|length|response length)|Number of|Length"
         r"|Actions|Answers|Checkpoints|Decisions|Environments|Episodes|Groups|Initial states|Moments|Optimiser"
-        r"|Pairs|Predictions|Rows|Samples|Screens|Simulations|Steps|Stored|Tasks|Those of them|Training|Trajectories"
-        r"|Updates|Videos)\b"
+        r"|Pairs|Predictions|Responses|Rows|Samples|Screens|Simulations|Steps|Stored|Tasks|Those of them|Training"
+        r"|Trajectories|Updates|Videos)\b"
     ),
 }
 """Kind of number to a pattern for the beginning of such metrics' definitions; the first match counts."""

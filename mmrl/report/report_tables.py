@@ -57,8 +57,8 @@ ABBREVIATIONS = {"kl": "KL", "lr": "learning rate", "std": "standard deviation",
 UNITS = {
     "nats": r".*\bnats\b",
     "decisions": r".*\b(length|in decisions|decisions in a response)\b",
-    "decisions per second": r".*over its seconds",
-    "steps": r"Mean control steps",
+    "decisions per second": r".*(over its seconds|decisions of the step per second)",
+    "steps": r"Mean (number of )?control steps",
 }
 """Unit to a pattern for the definitions of such metrics."""
 

@@ -281,7 +281,7 @@ def format_reward(
 ) -> list[float]:
     r"""Give 1 to a think block with a thought, followed by an answer, 0 to everything else.
 
-    The answer is a block <answer>...</answer> (answer_tags), a \boxed{...} (boxed), or either: a block, and a box where
+    The answer is a block <answer>...</answer> (answer_tags), a \boxed{...} (boxed), or either: a block, and a box if
     there is no tag of a block, as the rewards for right answers read it.
 
     Source: hiyouga/EasyR1 examples/reward_function/{math,r1v}.py and MikeWangWZHL/PAPO (fullmatch);

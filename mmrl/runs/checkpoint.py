@@ -31,20 +31,20 @@ DAMAGED_PREFIX = "damaged-"
 ABOUT = """\
 # Checkpoint of step {step:,}
 
-Written by mmrl. `model/` loads with the model's own library, `state.pt` is for a resume, and `manifest.json` has their
-checksums. From this folder:
+Written by mmrl. `model/` can be loaded with the model's own library, `state.pt` is for resuming, and `manifest.json`
+has their checksums. From this folder:
 
 ```bash
-mmrl export ../.. --step {step}              # the model as one folder, with a card of its results
-mmrl evaluate ../..                    # the best checkpoint, else the newest, on held-out tasks
-mmrl train ../../config.yaml --resume  # continues the newest checkpoint; start it where the run was started
+mmrl export ../.. --step {step}              # exports the model to a folder, with a card of its results
+mmrl evaluate ../..                    # evaluates the best checkpoint (or the newest) on held-out tasks
+mmrl train ../../config.yaml --resume  # continues from the newest checkpoint; run it where the run was started
 ```
 """
-"""Text of the README.md in a checkpoint."""
+"""Text of the README.md of a checkpoint."""
 
 
 class DamagedError(Exception):
-    """A file is missing or differs from what was written; the message names it."""
+    """A file is missing or differs from what was written; the message contains its name."""
 
 
 def write_manifest(folder: Path) -> None:
@@ -72,13 +72,15 @@ def verify(folder: Path, below: str = "", needed: Iterable[str] = ()) -> None:
 
 
 def check_model(folder: Path) -> None:
-    """Verify a model folder if it belongs to a checkpoint; other folders have no manifest to compare with."""
+    """Verify a model folder if it belongs to a checkpoint; other folders have no manifest."""
     if not (folder.parent / MANIFEST).is_file():
         return
     try:
         verify(folder.parent, below=f"{folder.name}/")
     except DamagedError as error:
-        raise UserError(f"checkpoint {folder.parent} is damaged: {error}; use another one of that run") from error
+        raise UserError(
+            f"checkpoint {folder.parent} is damaged: {error}; use another checkpoint of that run"
+        ) from error
 
 
 def fsync(path: Path) -> None:
@@ -110,13 +112,13 @@ def _compare(path: Path, name: str, entry: Any) -> None:
     size, crc = (entry.get("bytes"), entry.get("crc32")) if isinstance(entry, dict) else (entry, None)
     # type(), not isinstance: True is an int, and a manifest may have been edited
     if type(size) is not int or not (crc is None if entry is size else isinstance(crc, str)):
-        raise DamagedError(f"{MANIFEST} cannot be read: its entry of {name} is {entry!r}")
+        raise DamagedError(f"{MANIFEST} cannot be read: its entry for {name} is {entry!r}")
     try:
         found = path.stat().st_size
         if found != size:
             raise DamagedError(f"{name} has {found} bytes instead of {size}")
         if crc is not None and _crc32(path) != crc:
-            raise DamagedError(f"{name} is not what was written: its checksum is {_crc32(path)} instead of {crc}")
+            raise DamagedError(f"{name} has changed: its checksum is {_crc32(path)} instead of {crc}")
     except FileNotFoundError:
         raise DamagedError(f"{name} is missing") from None
     except OSError as error:
@@ -135,9 +137,9 @@ def _crc32(path: Path) -> str:
 class Checkpoints:
     """The checkpoint folder of one run.
 
-    Layout of `step-000100/`: `model/` (loads with from_pretrained), `reference/` when the run compares with a policy
-    that is not the model in the folder `model.path` (of that one the state has a digest), `state.pt` (optimiser,
-    counters, task position, every RNG, recipe state), `manifest.json` (sizes and checksums).
+    Layout of `step-000100/`: `model/` (loads with from_pretrained), `reference/` if the run compares with a policy
+    other than the model in the folder `model.path` (for which the state has a digest), `state.pt` (optimiser, counters,
+    task position, every RNG, recipe state), `manifest.json` (sizes and checksums).
     """
 
     def __init__(self, folder: Path, keep: int = 0) -> None:
@@ -184,7 +186,7 @@ class Checkpoints:
         (self.folder / "best.json").unlink(missing_ok=True)
 
     def forget_old(self) -> None:
-        """Remove all but the newest checkpoints and the best one; what a killed run left is removed next time."""
+        """Remove all but the newest checkpoints and the best one; leftovers of a killed run are removed next time."""
         best = self.best()
         # keep=0 keeps all
         protected = set(self.steps()[-self.keep :] if self.keep else self.steps())
@@ -232,7 +234,7 @@ class Checkpoints:
         return None
 
     def set_damaged_aside(self) -> None:
-        """Rename all checkpoints newer than the newest intact one, so that a resume starts from the latter."""
+        """Rename all checkpoints newer than the newest intact one, so that resuming starts from the intact one."""
         damaged: list[tuple[Path, str]] = []
         for step in reversed(self.steps()):
             path = self.path(step)
@@ -243,14 +245,14 @@ class Checkpoints:
             damaged.append((path, damage))
         else:
             found = "; ".join(f"{path.name}: {damage}" for path, damage in damaged) or "there is none"
-            raise UserError(f"no checkpoint in {self.folder} is whole ({found}); start again in another output_dir")
+            raise UserError(f"no checkpoint in {self.folder} is intact ({found}); start again in another output_dir")
         for path, damage in damaged:
             aside = path.with_name(f"{DAMAGED_PREFIX}{path.name}")
             # a damaged checkpoint of this step was set aside before
             if aside.exists():
                 aside = aside.with_name(f"{aside.name}-{time.strftime('%Y%m%d-%H%M%S')}")
             path.rename(aside)
-            LOGGER.warning("checkpoint %s is damaged (%s); it is kept as %s", path, damage, aside.name)
+            LOGGER.warning("checkpoint %s is damaged (%s); it was renamed to %s", path, damage, aside.name)
 
     @staticmethod
     def load_state(path: Path) -> dict[str, Any]:
@@ -261,7 +263,7 @@ class Checkpoints:
             raise UserError(Checkpoints(path.parent)._refusal(path, str(error))) from error
 
     def remove_partial(self) -> None:
-        """Delete what a killed writer left behind, and restore a checkpoint that it was replacing."""
+        """Delete leftovers of a killed writer, and restore a checkpoint that it was replacing."""
         for path in self.folder.glob(f"{REPLACED_PREFIX}*"):
             final = path.with_name(path.name.removeprefix(REPLACED_PREFIX))
             # killed between the two renames of `_put`: the old checkpoint gets its name back
@@ -286,15 +288,15 @@ class Checkpoints:
         # newest first, and only until one is intact: each check reads a whole checkpoint
         whole = next((other for other in older if self.damage(other) is None), None)
         if whole is None:
-            advice = f"no other checkpoint of the run is whole; delete {path.parent.parent} to start again"
+            advice = f"no other checkpoint of the run is intact; delete {path.parent.parent} to start again"
         else:
             step = int(whole.name.removeprefix("step-"))
-            advice = f"step {step} is whole: add --from-last-good to resume from it, or delete {path}"
+            advice = f"step {step} is intact: add --from-last-good to resume from it, or delete {path}"
         return f"checkpoint {path} is damaged: {damage}; {advice}"
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Link or copy the files of `source` into `target`; links save disk space if the file system allows them."""
+    """Link or copy the files of `source` into `target`; links save disk space if the file system supports them."""
     # files one by one, as hard links of folders do not exist
     for file in sorted(path for path in source.rglob("*") if path.is_file()):
         place = target / file.relative_to(source)
@@ -324,7 +326,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         raise DamagedError(f"{STATE} cannot be read ({type(error).__name__})") from error
     # an intact file of another kind, such as a model's own state.pt
     if not isinstance(state, dict) or "step" not in state:
-        raise DamagedError(f"{STATE} holds no state of a run")
+        raise DamagedError(f"{STATE} does not contain the state of a run")
     return state
 
 

@@ -15,15 +15,15 @@ _DRY: ContextVar[bool] = ContextVar("dry_run", default=False)
 
 
 class DataRead(BaseException):
-    """A recipe in a dry run has read and checked its data."""
+    """Raised in a dry run once a recipe has read and checked its data."""
 
     def __init__(self, recipe: Any) -> None:
-        super().__init__(f"the data of {type(recipe).__name__} are read")
+        super().__init__(f"the data of {type(recipe).__name__} have been read")
         self.recipe = recipe
 
 
 class NotReadError(BaseException):
-    """Data of a dry run that are not on this machine, and that the run itself builds or downloads."""
+    """Raised in a dry run if data are not on this machine and the real run would build or download them."""
 
     def __init__(self, path: str, reason: str) -> None:
         super().__init__(f"{path}: {reason}")
@@ -42,7 +42,7 @@ def data_only() -> Iterator[None]:
 
 
 def model_follows(recipe: Any) -> None:
-    """The recipe's data are read, its stages check them, and its model is loaded next; a dry run ends here."""
+    """Mark that the recipe's data have been read and checked, and its model is loaded next; a dry run ends here."""
     for stage in recipe.stages:
         stage.check_data(recipe.train_tasks)
     if _DRY.get():
@@ -50,6 +50,6 @@ def model_follows(recipe: Any) -> None:
 
 
 def fetch_follows(path: str, reason: str) -> None:
-    """Data are built or downloaded next, for the `reason` given; a dry run does neither."""
+    """Mark that data are built or downloaded next, for the given `reason`; a dry run does neither."""
     if _DRY.get():
         raise NotReadError(path, reason)

@@ -1,4 +1,4 @@
-"""Digests with which a run checks whether data or weights have changed."""
+"""Digests used to check whether data or weights have changed."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ import numpy as np
 import torch
 
 FILES_READ = 256
-"""Images, videos and other files whose bytes are read, spread evenly over the data; the names of all count."""
+"""Number of images, videos and other files whose bytes are read, spread evenly over the data; all names count."""
 PLACES = frozenset({"id"})
-"""Fields that name a row by its place in a file, which may be renamed."""
+"""Fields that identify a row by its position in a file, which may be renamed."""
 FILE_FIELDS = frozenset({"images", "videos", "VideoClip.source"})
-"""Fields in which a text is a file's path; a folder may be moved, so only the name counts."""
+"""Fields in which texts are file paths; folders may be moved, so only the name counts."""
 READ_WHOLE, READ_END = 2**26, 2**20
-"""Largest file that is read whole, and how much is read of both ends of a larger one, in bytes."""
+"""Maximum size of files that are read completely, and how much is read from each end of larger files, in bytes."""
 
 
 def content_digest(items: Iterable[Any]) -> str:

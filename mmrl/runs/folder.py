@@ -34,11 +34,11 @@ MOVED = (
     "evaluations.jsonl",
     "metrics.jsonl",
 )
-"""Files that a new run adds to or replaces; the two that mark a started run come last. `episodes` stays: its
-rows count for the weights that they were made with."""
+"""Files that a new run appends to or replaces; the two that mark a started run come last. `episodes` is kept: its rows
+belong to the weights that produced them."""
 LOGGER = logging.getLogger("mmrl")
 DONE, NOTHING_LEARNED = FINISHED = ("done", "nothing_learned")
-"""Values of `status` in result.json: a run that has come to its last step, with and without an optimiser step."""
+"""Values of `status` in result.json for a run that has reached its last step, with and without an optimiser step."""
 LOCK_FILE = "run.lock"
 
 
@@ -51,20 +51,20 @@ def has_begun(run_dir: Path) -> bool:
 
 
 def resume_command(run_dir: Path) -> str:
-    """The command that continues a run."""
+    """Command that continues a run."""
     folder = as_override("output_dir", escaped(str(run_dir)))
     return shlex.join(["mmrl", "train", str(run_dir / "config.yaml"), folder, "--resume"])
 
 
 def remove_partial(run_dir: Path) -> None:
-    """Delete the files that a killed process had not finished; every one is written under such a name first."""
+    """Delete the files that a killed process had not finished; every file is first written under a partial name."""
     remove_drafts(run_dir)
     for path in run_dir.rglob("*.partial"):  # of earlier releases
         path.unlink(missing_ok=True)
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move a run's results into a separate folder, because the run starts again."""
+    """Move a run's results to a separate folder because the run starts again."""
     found = [run_dir / name for name in MOVED if (run_dir / name).exists()]
     if not found:
         return None
@@ -81,7 +81,7 @@ def set_aside(run_dir: Path) -> Path | None:
 
 
 def forget_after(run_dir: Path, step: int) -> None:
-    """Remove samples, outcomes and videos of later steps, which a run that resumes at a step makes again."""
+    """Remove samples, outcomes and videos of later steps, which a resumed run writes again."""
     for path in (path for kind in ("samples", "outcomes", "videos") for path in run_dir.glob(f"{kind}/step-*")):
         found = STEP_NAME.match(path.name)
         # names that are not of a step stay
@@ -91,12 +91,13 @@ def forget_after(run_dir: Path, step: int) -> None:
 
 
 class RunLock:
-    """Keeps a run folder for this process.
+    """Reserves a run folder for this process.
 
         with RunLock(Path("runs/mine")):
             ...
 
-    The file names the owner for messages; only the system's lock on it counts, and that of a killed process is gone.
+    The file contains the owner for messages; only the operating system's lock on it counts, which ends with the
+    process.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -131,7 +132,7 @@ class RunLock:
             raise UserError(f"output_dir {self.run_dir} cannot be written: {error}") from error
 
     def release(self) -> None:
-        """Release the lock, and remove the folder if this lock made it and it is empty."""
+        """Release the lock, and remove the folder if this lock created it and it is empty."""
         if self._handle >= 0:
             # removed before the lock is released, or a waiting process would lock a file that is about to go
             self.path.unlink(missing_ok=True)
@@ -153,7 +154,7 @@ class RunLock:
 
 
 def owner_of(run_dir: Path) -> str | None:
-    """Name the running process that uses a run folder; None if there is none."""
+    """Describe the running process that uses a run folder; None if there is none."""
     path = run_dir / LOCK_FILE
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would wait for its writer
@@ -166,7 +167,7 @@ def owner_of(run_dir: Path) -> str | None:
 
 
 def take_lock(handle: int) -> bool:
-    """Take the system's lock on an open file or folder; False if another process has it."""
+    """Take the operating system's lock on an open file or folder; False if another process holds it."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -174,7 +175,7 @@ def take_lock(handle: int) -> bool:
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK):
             raise
-        LOGGER.warning("this file system has no locks; take care that no two runs share a folder")
+        LOGGER.warning("this file system does not support locks; make sure that no two runs share a folder")
     return True
 
 

@@ -1,4 +1,4 @@
-"""Starts the processes of a run on one machine, as torchrun does, ends them together, and names the one that failed."""
+"""Start the processes of a run on one machine like torchrun, end them together, and report which one failed."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from types import FrameType
 
 POLL_S = 0.1
 GRACE_S = 10.0
-"""Seconds that the other processes have to end after one has failed."""
+"""Seconds that the other processes have to end after one of them has failed."""
 USER_ERROR = 2
-"""Exit code of a mistake, which all processes have found."""
+"""Exit code of a user error, which all processes report."""
 LAST_WORDS = "MMRL_LAST_WORDS"
-"""Environment variable of a process that `launch` has started: the file for the line with which it ends.
+"""Environment variable for processes started by `launch`: the file for the last line of their output.
 
-`launch` shows that of the process that failed first; those of the others only follow from it.
+`launch` shows the line of the process that failed first; the other failures are consequences of it.
 """
 
 
 def launch(arguments: Sequence[str], count: int, run_dir: Path) -> int:
-    """Run `mmrl` with the arguments in several processes that are the ranks of one run.
+    """Run `mmrl` with the given arguments in several processes that are the ranks of one run.
 
     Args:
         arguments: of the command line, without --processes.
@@ -105,12 +105,12 @@ def _end_of(code: int) -> str:
         name = signal.Signals(-code).name
     except ValueError:  # a real-time signal
         name = f"signal {-code}"
-    hint = ", perhaps by the system for lack of memory (see dmesg)" if -code == signal.SIGKILL else ""
+    hint = ", perhaps by the system because of a lack of memory (see dmesg)" if -code == signal.SIGKILL else ""
     return f"was killed by {name}{hint}"
 
 
 def _advice(arguments: Sequence[str], count: int, run_dir: Path) -> str:
-    """The command that continues the run, or starts it again where nothing has been written."""
+    """The command that continues the run, or starts it again if nothing has been written."""
     begun = (run_dir / "config.yaml").is_file()
     resume = ["--resume"] if begun and "--resume" not in arguments else []
     command = shlex.join(["mmrl", *arguments, "--processes", str(count), *resume])

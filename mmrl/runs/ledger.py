@@ -37,11 +37,11 @@ ANSWER_COLUMNS = (
     *("prompt", "text", "success", "return", "ending", "scores"),
 )
 KEY = ("split", "measure", "index", "repeat", "decoding", "answer")
-"""Columns that name a row: the measure among those of the split, task, repeat of the task, answer to it."""
+"""Columns that identify a row: the measure within the split, the task, the repeat of the task, the answer."""
 SETTING = ("suite", "version", "chosen", "horizon", "replan")
-"""Columns that repeat an entry of the protocol."""
+"""Columns that repeat entries of the protocol."""
 RESULT = ("success", "return", "length", "ending", "scores", "output")
-"""Columns that a repetition compares; `output` is a digest of actions, text or pixels."""
+"""Columns compared by a repetition; `output` is a digest of actions, text or pixels."""
 COLUMNS = (*KEY, "step", *SETTING, "task", "state", "seed", *RESULT, "parts", "policy", "protocol")
 WHOLE, NUMBER, TEXT = (int,), (int, float, type(None)), (str, type(None))
 TYPES: dict[str, tuple[type, ...]] = {
@@ -52,11 +52,11 @@ TYPES: dict[str, tuple[type, ...]] = {
     "success": (bool, *NUMBER),
     **dict.fromkeys(("scores", "parts"), (dict, type(None))),
 }
-"""Columns that every row has, and their types; those of `SETTING` are what the protocol says."""
+"""Columns that every row has, with their types; columns of `SETTING` come from the protocol."""
 FIRST = "accuracy/first"
-"""Score of a benchmark of screens that is its success; the first point counts."""
+"""Score of a screen benchmark that is its success; the first point counts."""
 SHOWN = 8
-"""Rows that a message names."""
+"""Maximum number of rows listed in a message."""
 Row = dict[str, Any]
 
 
@@ -67,7 +67,7 @@ def digest(content: Any) -> str:
 
 
 def protocol_of(recipe: Any, config: Any, step: Any) -> Row:
-    """The protocol of an evaluation; call it with the weights in place that evaluations use."""
+    """The protocol of an evaluation; call it with the weights loaded that evaluations use."""
     splits = {}
     for split, tasks in recipe.eval_tasks.items():
         # a recipe may have tasks that no entry of eval_data names
@@ -104,11 +104,11 @@ def _chosen(data: Any) -> str:
 
 
 FILES = ("path", "file", "build", "build_options", "images", "image_folder")
-"""Data options that are paths; the digest of the tasks represents their contents."""
+"""Data options that are paths; their contents are represented by the digest of the tasks."""
 
 
 def write_ledger(folder: Path, rows: Sequence[Row], about: Row) -> Path:
-    """Write rows, with `None` in columns that they lack, and `protocol.json`; an earlier ledger is replaced.
+    """Write rows, with `None` for missing columns, and `protocol.json`; an earlier ledger is replaced.
 
     Args:
         folder: of the evaluation.
@@ -136,7 +136,7 @@ def write_ledger(folder: Path, rows: Sequence[Row], about: Row) -> Path:
 
 
 def write_answers(folder: Path, rows: Sequence[Row], step: int) -> Path | None:
-    """Write what a model wrote in an evaluation, with its prompts; earlier answers are replaced. None without texts."""
+    """Write a model's responses in an evaluation, with prompts; earlier ones are replaced. None without texts."""
     written = [row for row in rows if row.get("text") is not None]
     if not written:
         (folder / ANSWERS).unlink(missing_ok=True)
@@ -147,11 +147,11 @@ def write_answers(folder: Path, rows: Sequence[Row], step: int) -> Path | None:
 
 
 def read_ledger(path: Path) -> Ledger:
-    """Read a ledger, named by its file or folder."""
+    """Read a ledger, given its file or folder."""
     folder = path if path.is_dir() else path.parent
     for file in (folder / LEDGER, folder / PROTOCOL):
         if not file.exists():
-            raise UserError(f"there is no {file}; `mmrl evaluate` writes it")
+            raise UserError(f"file not found: {file}; it is written by `mmrl evaluate`")
     about = read_json_object(folder / PROTOCOL, **STRICT)
     check_entries(folder / PROTOCOL, _entries(about))
     ledger = Ledger(folder, [], about)
@@ -169,29 +169,29 @@ def _rows(file: Path) -> Iterator[Row]:
                 raise ValueError(f"it has more than {LONGEST_LINE} bytes")
             yield _checked(parse_json(line.decode("utf-8").strip(), **STRICT))
         except ValueError as error:
-            raise UserError(f"{file} line {number} is no row that `mmrl evaluate` wrote: {error}") from None
+            raise UserError(f"{file} line {number} is not a row written by `mmrl evaluate`: {error}") from None
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> Row:
     found = dict(pairs)
     if len(found) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-        raise ValueError(f"{twice!r:.60} is there twice")
+        raise ValueError(f"duplicate key {twice!r:.60}")
     return found
 
 
 def _refused(name: str) -> float:
-    raise ValueError(f"{name} is no number in JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 STRICT: dict[str, Any] = {"object_pairs_hook": _unique, "parse_constant": _refused}
-"""Options with which the same file has one reading only."""
+"""JSON options that allow only one interpretation of a file."""
 
 
 def _checked(row: Any) -> Row:
     """A row whose columns have the types that are written; raises ValueError."""
     if not isinstance(row, dict):
-        raise ValueError(f"it holds a {type(row).__name__}")
+        raise ValueError(f"it is a {type(row).__name__}")
     if missing := [name for name in TYPES if name not in row]:
         raise ValueError(f"it lacks {', '.join(missing[:SHOWN])}")
     for name, kinds in TYPES.items():
@@ -211,20 +211,20 @@ def _check_type(name: str, value: Any, kinds: tuple[type, ...]) -> None:
 
 
 Entry = tuple[str, Any, tuple[type, ...], int]
-"""Place, value, allowed types and lowest whole number of an entry of a file."""
+"""Place, value, allowed types and minimum integer value of an entry of a file."""
 
 
 def check_entries(file: Path, entries: Iterable[Entry]) -> None:
-    """Refuse entries of a protocol that have a type or a value which is never written."""
+    """Raise UserError for entries of a protocol with a type or value that is never written."""
     for place, value, kinds, least in entries:
         if type(value) not in kinds or (type(value) is int and value < least):
             wanted = " or ".join("null" if kind is type(None) else NAMES[kind] for kind in kinds)
             wanted += f" of at least {least}" if int in kinds else ""
             found = f"{place:.200} is {value!r:.60}, expected {wanted}"
-            raise UserError(f"{file} is not a protocol that `mmrl evaluate` wrote: {found}")
+            raise UserError(f"{file} is not a protocol written by `mmrl evaluate`: {found}")
 
 
-NAMES = {str: "a text", int: "a whole number", dict: "an object", list: "a list"}
+NAMES = {str: "a text", int: "an integer", dict: "an object", list: "a list"}
 
 
 def _entries(about: Row) -> Iterator[Entry]:
@@ -260,11 +260,11 @@ class Ledger:
 
     @property
     def protocol(self) -> Mapping[str, Any]:
-        """The part that the hash covers."""
+        """The part covered by the hash."""
         return self.about["protocol"]  # type: ignore[no-any-return]
 
     def expected(self) -> Iterator[tuple[Any, ...]]:
-        """Keys of the rows that the protocol asks for, in order; a protocol may ask for any number."""
+        """Keys of the rows that the protocol requires, in order; there is no limit on their number."""
         return (
             (split, number, index, repeat, decoding, answer)
             for split, given in self.protocol["splits"].items()
@@ -277,7 +277,7 @@ class Ledger:
 
     @cached_property
     def size(self) -> int:
-        """Number of rows that the protocol asks for."""
+        """Number of rows that the protocol requires."""
         return sum(
             given["tasks"] * measure["repeats"] * sum(measure["decodings"].values())
             for given in self.protocol["splits"].values()
@@ -294,22 +294,22 @@ class Ledger:
         return within and 0 <= answer < measure["decodings"].get(decoding, 0)
 
     def setting(self, row: Row) -> Row:
-        """Columns of a row that the protocol fixes."""
+        """Columns of a row that are fixed by the protocol."""
         split = self.protocol["splits"][row["split"]]
         return {name: {**split, **split["measures"][row["measure"]]}.get(name) for name in SETTING}
 
     def problems(self) -> list[str]:
-        """Contradictions and gaps in the ledger, a line each; empty if there are none."""
+        """Contradictions and gaps in the ledger, one per line; empty if there are none."""
         about, whole = self.about, digest(self.protocol)
         # a hash that does not fit means that the protocol was edited after the rows were written
         found = [] if whole == about["sha256"] else [f"the protocol's SHA-256 is {whole}, not {about['sha256']}"]
         for name, own in (("protocol", about["sha256"]), ("policy", about["policy"]["sha256"])):
             others = [number for number, row in enumerate(self.rows, 1) if row.get(name) != own]
-            found += [f"{_named(others)} of another {name} than {own}"] if others else []
+            found += [f"{_named(others)} from a {name} other than {own}"] if others else []
         counts = Counter(map(_key, self.rows))
         # a repeated row would count twice in every rate
         twice = [number for number, row in enumerate(self.rows, 1) if counts[_key(row)] > 1]
-        found += [f"{_named(twice)} there more than once"] if twice else []
+        found += [f"{_named(twice)} duplicated"] if twice else []
         if missing := self.size - sum(map(self._asks_for, counts)):
             first = itertools.islice((key for key in self.expected() if key not in counts), SHOWN)
             listed = ", ".join(f"{key[0]} {key[2]}" for key in first)
@@ -319,27 +319,27 @@ class Ledger:
     def _wrong(self, row: Row) -> Iterator[str]:
         """Contradictions within a row, or between it and the protocol."""
         if not self._asks_for(_key(row)):
-            yield f"the protocol asks for no {', '.join(f'{name} {row.get(name)}' for name in KEY)}"
+            yield f"the protocol does not include {', '.join(f'{name} {row.get(name)}' for name in KEY)}"
             return
         for name, value in self.setting(row).items():
             if row.get(name) != value:
-                yield f"{name} is {row.get(name)!r}, the protocol's {value!r}"
+                yield f"{name} is {row.get(name)!r}, but {value!r} in the protocol"
         success, length, horizon = row.get("success"), row.get("length"), row.get("horizon")
         if success not in (True, False, None):
             yield f"success is {success!r}"
         # more steps than the horizon cannot have been run under this protocol
         if isinstance(horizon, int) and isinstance(length, int) and length > horizon:
-            yield f"it has {length} steps, beyond the horizon of {horizon}"
+            yield f"it has {length} steps, more than the horizon of {horizon}"
         # an episode that has not ended has not succeeded
         if success and (not length or not row.get("ending")):
-            yield "a success without an end: it has no length or ending"
+            yield "it is a success without a length or an ending"
         for name, score in (row.get("scores") or {}).items():
             # one number under two names
             if name in (f"success/{row['decoding']}", f"accuracy/{row['decoding']}", FIRST) and score != success:
-                yield f"success is {success}, its {name} {score}"
+                yield f"success is {success}, but its {name} is {score}"
 
     def success_rates(self) -> list[SuccessRate]:
-        """Success rates of each split, measure and decoding whose rows have a success."""
+        """Success rates of each split, measure and decoding whose rows record success."""
         groups: dict[tuple[str, int, str], list[Row]] = {}
         for row in self.rows:
             groups.setdefault((row["split"], row["measure"], row["decoding"]), []).append(row)
@@ -356,13 +356,13 @@ class Ledger:
 
 @dataclass(frozen=True)
 class SuccessRate:
-    """A success rate of rows, with its interval over initial states."""
+    """Success rate of rows, with its interval over initial states."""
 
     split: str
     decoding: str
     rows: Sequence[Row]
     bootstrap: int
-    """Seed of the interval where states were run several times."""
+    """Seed of the interval if states were run several times."""
 
     @property
     def scored(self) -> list[Row]:

@@ -1,4 +1,4 @@
-"""A run's progress in the cell of a notebook: one display that is replaced, instead of a line for each step."""
+"""A run's progress in a notebook cell: one display that is replaced, instead of a line for each step."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from html import escape
 from typing import Any
 
 EVERY_S = 1.0
-"""Seconds between two updates."""
+"""Minimum number of seconds between two updates."""
 LINES = 5
-"""Evaluations that are shown."""
+"""Number of evaluations that are shown."""
 
 
 def in_notebook() -> bool:
-    """Whether this process is the kernel of a notebook."""
+    """Whether this process is a notebook kernel."""
     shell: Any = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return hasattr(shell, "kernel")
 
 
 def reward_curve(metrics: Iterable[Mapping[str, Any]], width: int = 420, height: int = 90) -> str:
-    """The mean reward over the steps as an SVG; empty with fewer than two."""
+    """The mean reward over the steps as an SVG; empty if there are fewer than two steps."""
     points = [(row["step"], row["reward/mean"]) for row in metrics if isinstance(row.get("reward/mean"), int | float)]
     if len(points) < 2:
         return ""
@@ -76,11 +76,11 @@ class NotebookSink:
         self._update()
 
     def truncate_after(self, step: int) -> None:
-        """Forget what is done again."""
+        """Forget steps that are repeated."""
         self._metrics = [row for row in self._metrics if row["step"] <= step]
 
     def close(self) -> None:
-        """Show the newest state."""
+        """Show the latest state."""
         self._update()
 
     def _update(self) -> None:

@@ -36,23 +36,23 @@ _STORED_TYPES: dict[str, tuple[type, ...]] = {
 }
 WARNINGS_FILE = "warnings.jsonl"
 KEPT = "kept"
-"""Attribute of log records that `warnings.jsonl` has already."""
+"""Attribute of log records that are already in `warnings.jsonl`."""
 LEDGER = "ledger.jsonl"
 STEP_NAME = re.compile(r"step-(\d+)")
 FILM_FRAMES = 32
 FILM_SIDE = 256
 FILM_RATE = 8
-"""Frames a second."""
+"""Frames per second."""
 LARGEST_IMAGE = 2**30
-"""Bytes of an image file."""
+"""Maximum size of an image file in bytes."""
 LARGEST_FILM = 180_000_000
-"""Pixels of an image, or of all frames of a film, from which on it is not shown."""
+"""Number of pixels of an image, or of all frames of a film, above which it is not shown."""
 
 
 class JsonLines:
-    """Append-only file of one JSON object a line.
+    """Append-only file with one JSON object per line.
 
-    Opening an existing file first drops the torn line that a killed writer may have left at its end.
+    Opening an existing file first drops an incomplete last line, which a killed writer may have left.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,7 +60,7 @@ class JsonLines:
         self._file: TextIO | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one record and flush it; numbers that are not finite become null."""
+        """Write one record and flush it; non-finite numbers become null."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             # the torn line that a kill left would otherwise swallow the next record
@@ -72,7 +72,7 @@ class JsonLines:
         self._file.flush()
 
     def truncate_after(self, step: int) -> None:
-        """Drop records of later steps, so that a resumed run writes them once; those without a step stay."""
+        """Drop records of later steps, so that a resumed run writes them once; keep records without a step."""
         # reads the file first, so that a bad step is reported before anything is dropped
         read_steps(self.path)
         self.drop(lambda record: bool(record.get("step", step) > step))
@@ -109,11 +109,11 @@ class JsonLines:
         copy = self.path.with_name(f"{self.path.name}.unreadable-{time.strftime('%Y%m%d-%H%M%S')}")
         shutil.copy2(self.path, copy)
         count = whole - readable
-        LOGGER.warning("%s has %d lines that cannot be read; the file as it was is kept as %s", self.path, count, copy)
+        LOGGER.warning("%s has %d lines that cannot be read; the original file is kept as %s", self.path, count, copy)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Read every whole record of a JSON Lines file in order; a torn line is skipped, a missing file has none."""
+    """Read all complete records of a JSON Lines file in order; an incomplete line is skipped."""
     return list(iterate_jsonl(path))
 
 
@@ -130,12 +130,12 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
         step = record["step"]
         # type(), not isinstance: True is an int
         if type(step) is not int or step < 0:
-            raise UserError(f"{path}: a line has the step {step!r}; expected a whole number; mend or remove that line")
+            raise UserError(f"{path}: a line has the step {step!r}; expected an integer; fix or remove that line")
     return records
 
 
 def finite_or_none(value: Any) -> Any:
-    """Copy of a JSON value in which numbers that are not finite are None."""
+    """Copy of a JSON value with non-finite numbers replaced by None."""
     if isinstance(value, Mapping):
         return {str(key): finite_or_none(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -149,7 +149,7 @@ def finite_or_none(value: Any) -> Any:
 
 
 def parsed_line(line: bytes) -> dict[str, Any] | None:
-    """The record in a line of a JSON Lines file; None if the line is damaged or longer than any that is written."""
+    """The record in a line of a JSON Lines file; None if the line is damaged or longer than any written line."""
     if len(line) > LONGEST_LINE:
         return None
     try:
@@ -161,11 +161,11 @@ def parsed_line(line: bytes) -> dict[str, Any] | None:
 
 
 class ResumableRows:
-    """One JSON line a row in `<folder>/<name>-<fingerprint>.jsonl`.
+    """One JSON line per row in `<folder>/<name>-<fingerprint>.jsonl`.
 
-    The fingerprint is that of the conditions under which the rows were made, so rows of other weights or settings are
-    never mixed in; the conditions themselves are in a `.protocol.json` of the same name. Several processes write a file
-    each, and `write` joins them.
+    The fingerprint covers the conditions under which the rows were made, so that rows with other weights or settings
+    are never mixed in. The conditions are stored in a `.protocol.json` of the same name. Several processes each write a
+    file, and `write` joins them.
     """
 
     def __init__(self, folder: Path, name: str, conditions: Mapping[str, Any], unsaved: Collection[str] = ()) -> None:
@@ -173,27 +173,27 @@ class ResumableRows:
         fingerprint = short_digest(json.dumps(conditions, sort_keys=True, default=str).encode())
         self.path = folder / f"{name}-{fingerprint}.jsonl"
         self.images = folder / "images"
-        """Folders of the sample images that belong to rows."""
+        """Folders with the sample images of rows."""
         self.conditions = conditions
         self.unsaved = frozenset(unsaved)
 
     def read(self) -> list[dict[str, Any]]:
-        """Rows of an earlier evaluation, those of all its processes."""
+        """Rows of an earlier evaluation from all of its processes."""
         return [row for file in (self.path, *self._parts()) for row in read_jsonl(file)]
 
     def appender(self, process: int, processes: int) -> JsonLines:
-        """The file to which a process adds its rows while the others add theirs."""
+        """The file to which this process appends its rows, in parallel with other processes."""
         # one file a process: lines of several writers could mix
         if processes == 1:
             return JsonLines(self.path)
         return JsonLines(self.path.with_name(f"{self.path.stem}.part-{process:03d}.jsonl"))
 
     def saved(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Content of a row as it is written."""
+        """Content of a row as written to the file."""
         return {key: value for key, value in row.items() if key not in self.unsaved}
 
     def write(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Replace all files by one with these rows, and write the conditions."""
+        """Replace all files by a single one with these rows, and write the conditions."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         lines = [json.dumps(finite_or_none(self.saved(row)), ensure_ascii=False, allow_nan=False) for row in rows]
         write_atomically(self.path, "".join(line + "\n" for line in lines))
@@ -208,7 +208,7 @@ class ResumableRows:
 
 
 def short_digest(data: bytes) -> str:
-    """First 12 hexadecimal digits of the SHA-256 of some bytes."""
+    """First 12 hexadecimal digits of the SHA-256 of the given bytes."""
     return hashlib.sha256(data).hexdigest()[:12]
 
 
@@ -217,11 +217,11 @@ class Outcome:
     """Scores of one held-out task."""
 
     id: str
-    """The task; the same in every evaluation of its split."""
+    """The task's id; the same in every evaluation of its split."""
     scores: dict[str, float]
-    """Mean score of its samples by metric, such as accuracy/greedy; a sample that could not be scored is left out."""
+    """Mean score of its samples by metric, such as accuracy/greedy; samples that could not be scored are excluded."""
     parts: dict[str, str] = field(default_factory=dict)
-    """Value of each data column that the split is broken down by."""
+    """Value of each data column by which results are broken down."""
 
 
 def mean_outcomes(outcomes: Iterable[Outcome]) -> list[Outcome]:
@@ -282,7 +282,7 @@ class SampleRecord:
     """One response to one task, with everything needed to inspect it."""
 
     id: str
-    """Task the sample belongs to; samples of one group share it."""
+    """Task of the sample; shared by the samples of a group."""
     prompt: str
     """The prompt as the model saw it."""
     response: str
@@ -292,21 +292,21 @@ class SampleRecord:
     images: list[Image] = field(default_factory=list)
     """The prompt's images."""
     outputs: list[Image] = field(default_factory=list)
-    """Images that were drawn for the prompt; a `film` is an animated one."""
+    """Images generated for the prompt; a `film` is an animated image."""
     reward: float | None = None
     """Total reward; None if it could not be scored or does not exist."""
     terms: dict[str, float] = field(default_factory=dict)
-    """Each reward term before its weight."""
+    """Each reward term before weighting."""
     advantage: float | None = None
-    """Advantage of the sample, the mean over its decisions where they differ."""
+    """Advantage of the sample; the mean over its decisions if they differ."""
     finish: str | None = None
-    """End of the response: "eos", "stop" or "length"."""
+    """Reason why the response ended: "eos", "stop" or "length"."""
     correct: bool | None = None
     """Whether the evaluation counted the answer as correct."""
 
 
 def film(frames: np.ndarray) -> Image:
-    """A video as an animated image that plays in browsers; a single frame as an ordinary image.
+    """A video as an animated image for browsers; a single frame becomes an ordinary image.
 
     Args:
         frames: uint8 (K, height, width, 3). Of more than 32, so many evenly spaced ones are kept, and frames larger
@@ -328,7 +328,7 @@ def film(frames: np.ndarray) -> Image:
 
 
 def film_frames(image: Image) -> list[Image]:
-    """The frames of a film, each shown for 1/8 second; a still image is a single frame."""
+    """The frames of a film, each shown for 1/8 second; a still image has a single frame."""
     frames: list[Image] = []
     count = getattr(image, "n_frames", 1) if image.format == "PNG" else 1
     for index in range(count if count > 1 else 0):
@@ -390,17 +390,17 @@ def load_record(folder: Path, row: dict[str, Any], images: dict[str, Image | Non
 
 
 def read_warnings(run_dir: Path) -> list[str]:
-    """Warnings of a run in their order, those of one kind once, with their number."""
+    """Warnings of a run in order; warnings of the same kind are listed once, with their count."""
     kinds: dict[str, list[str]] = {}
     for row in read_jsonl(Path(run_dir) / WARNINGS_FILE):
         if "message" in row:
             kinds.setdefault(str(row.get("form", row["message"])), []).append(str(row["message"]))
     more = ((found[0], len(found) - 1) for found in kinds.values())
-    return [f"{first} (and {count} more like it)" if count else first for first, count in more]
+    return [f"{first} (and {count} more of this kind)" if count else first for first, count in more]
 
 
 class LoggedWarnings(logging.Handler):
-    """Keeps the warnings that are logged while a run lasts, for its report; those of `RunWarnings` are kept already."""
+    """Collects the warnings logged during a run for its report; those of `RunWarnings` are collected already."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -416,7 +416,7 @@ class LoggedWarnings(logging.Handler):
         logging.getLogger("mmrl").removeHandler(self)
 
     def write_to(self, folder: Path, step: Callable[[], int] = lambda: 0, *, keep: bool = False) -> None:
-        """Write the warnings so far, and later ones when they are logged, with the step of the time.
+        """Write the warnings so far, and later ones as they are logged, with the current step.
 
         `keep` adds to the warnings that the folder holds; else these are of something that came before, and go.
         """
@@ -427,7 +427,7 @@ class LoggedWarnings(logging.Handler):
             self._write(row)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a warning."""
+        """Collect a warning."""
         if getattr(record, KEPT, False):
             return
         # `form`: the message before values are filled in, by which those of one kind are counted together
@@ -447,7 +447,7 @@ class LoggedWarnings(logging.Handler):
 
 
 def sample_steps(run_dir: Path, split: str) -> list[int]:
-    """Steps, in rising order, that have samples of a split, "train" or "eval"."""
+    """Steps with samples of a split ("train" or "eval"), in ascending order."""
     folders = (Path(run_dir) / "samples").glob("step-*")
     matches = [(STEP_NAME.fullmatch(folder.name), folder) for folder in folders]
     return sorted(int(match[1]) for match, folder in matches if match and (folder / f"{split}.jsonl").exists())

@@ -36,20 +36,20 @@ from mmrl.runs.records import (
 from mmrl.runs.tracking import Tracker
 
 STEPS = 5
-"""Steps of a mean."""
+"""Number of steps in a mean."""
 WINDOW = 20
-"""Latest steps that are kept."""
+"""Number of latest steps that are kept."""
 
 
 @dataclass
 class Track:
-    """A metric's finite values: those of the first `STEPS` and of the latest `WINDOW` steps."""
+    """A metric's finite values in the first `STEPS` and the latest `WINDOW` steps."""
 
     first: list[float] = field(default_factory=list)
     latest: list[float] = field(default_factory=list)
 
     def add(self, value: float) -> None:
-        """Take the value of a step."""
+        """Add the value of a step."""
         # the first values stay: alarms compare the present with the beginning
         if len(self.first) < STEPS:
             self.first.append(value)
@@ -57,12 +57,12 @@ class Track:
 
     @property
     def start(self) -> float:
-        """Mean of the first steps; NaN before there are enough."""
+        """Mean of the first steps; NaN until there are enough."""
         return _mean(self.first)
 
     @property
     def now(self) -> float:
-        """Mean of the latest steps; NaN before there are enough."""
+        """Mean of the latest steps; NaN until there are enough."""
         return _mean(self.latest[-STEPS:])
 
 
@@ -73,22 +73,22 @@ def _mean(values: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Alarm:
-    """A warning by metrics."""
+    """A warning based on metrics."""
 
     metrics: tuple[str, ...]
-    """Metrics that it reads."""
+    """Metrics that it uses."""
     check: Callable[..., str]
-    """Function of their tracks, in this order, that returns the warning; empty for none."""
+    """Function of their tracks, in this order, that returns the warning, or an empty text."""
 
 
 class AlarmTracks:
-    """The tracks that some alarms read."""
+    """The tracks that alarms use."""
 
     def __init__(self) -> None:
         self._tracks: dict[str, Track] = {}
 
     def due(self, alarms: Mapping[str, Alarm], metrics: Mapping[str, float]) -> dict[str, str]:
-        """Take the metrics of a step; returns the warnings that are due, by kind."""
+        """Add the metrics of a step; returns the warnings that are due, by kind."""
         for name in dict.fromkeys(name for alarm in alarms.values() for name in alarm.metrics):
             track = self._tracks.setdefault(name, Track())
             # a step without the metric leaves the track as it is
@@ -98,7 +98,7 @@ class AlarmTracks:
         return {kind: text for kind, text in found.items() if text}
 
     def state_dict(self) -> dict[str, list[list[float]]]:
-        """The values that are kept, for a checkpoint."""
+        """The stored values, for a checkpoint."""
         return {name: [list(track.first), list(track.latest)] for name, track in self._tracks.items()}
 
     def load_state_dict(self, state: Mapping[str, list[list[float]]]) -> None:
@@ -108,34 +108,34 @@ class AlarmTracks:
 
 LOGGER = logging.getLogger("mmrl")
 PATIENCE = 5
-"""Consecutive steps after which a warning is given."""
+"""Number of consecutive steps after which a warning is given."""
 LITTLE_AGREEMENT = 0.1
-"""Size of a mean rank correlation below which it is as good as none."""
+"""Absolute mean rank correlation below which there is practically no agreement."""
 NOT_REWARDS = {"groups": "equal_groups", "all_noise": "all_noise", "all_cut": "all_cut", "clipped": "clipped_at_start"}
-"""Streaks that are not of one reward, and the warnings that they lead to."""
-LONGER = "raise sampler.max_new_tokens, or look whether the prompt and the chat template ask for answers that end"
+"""Streaks that do not belong to a single reward, and the warnings that they trigger."""
+LONGER = "increase sampler.max_new_tokens, or check that the prompt and the chat template lead the model to finish"
 ROWS = ("groups", "kept", "rows", "unscored")
-"""Totals of what was sampled: groups, those that a filter kept, their rows, and rows without a reward."""
+"""Totals of the samples: groups, groups kept by a filter, their rows, and rows without a reward."""
 LOOP_STAGES = ("rollout", "score", "old_logp", "ref_logp", "advantages", "forward", "backward", "optimizer", "update")
-"""Stages of every run; one that a run does not need takes 0 seconds."""
+"""Stages of every run; stages that a run does not need take 0 seconds."""
 
 
 class Stopwatch:
     """Adds up seconds by stage.
 
-    On a GPU, whose work is only queued when a call returns, a stage lasts from the end of the work queued before it
-    to the end of its work; events in the queue mark both, so that measuring does not synchronise.
+    On a GPU, work is only queued when a call returns. There, a stage lasts from the end of the work queued before it to
+    the end of its own work. Both are marked by events in the queue, so that measuring does not synchronise.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._spans: list[tuple[str, Any, Any]] = []
         self.inside: list[str] = []
-        """Stages that are running, the innermost last."""
+        """Running stages, the innermost last."""
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Have `stopwatch` count into this one."""
+        """Make `stopwatch` add to this one."""
         # a context variable, so that code deep inside needs no handle of the loop
         token = _RUNNING.set(self)
         try:
@@ -195,9 +195,9 @@ def metric_label(name: str) -> str:
 
 
 def batch_metrics(batches: Sequence[Rollouts], compared: Sequence[str]) -> dict[str, float]:
-    """Rewards, lengths and zero-variance groups of all that was sampled in a step, before filtering.
+    """Rewards, lengths and zero-variance groups of all samples of a step, before filtering.
 
-    `compared` are the rewards that groups are compared by, see `Recipe.compared`; empty where there are no rewards.
+    `compared` are the rewards that groups are compared by, see `Recipe.compared`; empty if there are no rewards.
     """
     # of all that was sampled, so that the filter does not change them
     lengths = torch.cat([batch.mask.sum(1) for batch in batches])
@@ -237,13 +237,13 @@ def _std_in_groups(batch: Rollouts) -> torch.Tensor:
 
 
 def restart_peak_memory(device: torch.device) -> None:
-    """Have `peak_memory_mb` look for a new peak, where the device can."""
+    """Make `peak_memory_mb` look for a new peak, if the device supports it."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Largest memory in 10^6 bytes: on a GPU of tensors since `restart_peak_memory`, else resident so far."""
+    """Peak memory in 10^6 bytes: on a GPU of tensors since `restart_peak_memory`, else resident so far."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     status = Path("/proc/self/status")  # getrusage also counts the process that started this one
@@ -269,17 +269,17 @@ class _Streak:
 
 @dataclass
 class RunWarnings:
-    """Watches the rewards of a run; each warning goes to the log and to `warnings.jsonl` once."""
+    """Watches the rewards of a run; each warning is written to the log and to `warnings.jsonl` once."""
 
     folder: Path | None
     only_logged: Collection[str] = ()
-    """Reward terms of weight 0, which may well be constant."""
+    """Reward terms with weight 0, which may be constant."""
     variety: str = "a higher temperature"
-    """Advice for samples of a task that differ more; empty where no option does that."""
+    """Advice for making the samples of a task more diverse; empty if there is no option for it."""
     alarms: Mapping[str, Alarm] = field(default_factory=dict)
-    """The recipe's own warnings by metrics, by kind."""
+    """The recipe's own warnings based on metrics, by kind."""
     compared: Sequence[str] = ("reward",)
-    """Rewards that the samples of a task are compared by; empty where advantages come from elsewhere."""
+    """Rewards by which the samples of a task are compared; empty if advantages come from elsewhere."""
     said: dict[str, str] = field(default_factory=dict)
     """Warnings so far by subject."""
     _streaks: dict[str, _Streak] = field(default_factory=dict)
@@ -287,7 +287,7 @@ class RunWarnings:
     _tracks: AlarmTracks = field(default_factory=AlarmTracks)
 
     def watch(self, batches: Iterable[Rollouts]) -> None:
-        """Look at the scored samples of a step, before a filter drops any."""
+        """Inspect the scored samples of a step, before a filter drops any."""
         parts = list(batches)
         # a total that nothing compares may well be constant
         total = ("reward",) if "reward" in (self.compared or ("reward",)) else ()  # else each term is read by itself
@@ -307,15 +307,15 @@ class RunWarnings:
 
     @property
     def sees_equal_groups(self) -> bool:
-        """Whether the samples of every task of the step have had equal rewards."""
+        """Whether the samples of every task of the step had equal rewards."""
         return self._streaks.get("groups", _Streak()).steps > 0
 
     def forget_equal_groups(self) -> None:
-        """Reset the streak of steps with equal rewards: this step has had advantages all the same."""
+        """Reset the streak of steps with equal rewards: this step had non-zero advantages anyway."""
         self._count("groups", False, 0, math.nan)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Warn of conditions that have held for `PATIENCE` steps."""
+        """Warn about conditions that have held for `PATIENCE` steps."""
         agreement = metrics.get("srpo/agreement", math.nan)
         if math.isfinite(agreement):
             self._agreement = [*self._agreement, agreement][-PATIENCE:]
@@ -374,7 +374,7 @@ class RunWarnings:
             label = "the total reward" if name == "reward" else f"reward {name!r}"
             due[_constant(name)] = (
                 f"{label} was {streak.value:g} for all {streak.samples} samples of {streak.steps} steps, so it "
-                "cannot distinguish them; unless that is its best value, look at the samples in the report, and at "
+                "cannot distinguish them; unless this is its best value, check the samples in the report and "
                 "what the reward expects"
             )
         # a constant reward explains equal groups, and is the better advice
@@ -382,29 +382,29 @@ class RunWarnings:
             more = ", ".join(filter(None, ("more samples_per_task", self.variety, "easier or harder tasks")))
             due["equal_groups"] = (
                 f"for {self._streaks['groups'].steps} steps the samples of every task have had equal rewards, so "
-                f"advantages within a task are 0 and nothing is learned; {more} or a finer reward would tell them apart"
+                f"advantages within a task are 0 and nothing is learned; try {more} or a more fine-grained reward"
             )
         if self._streaks.get("all_cut", _Streak()).steps >= PATIENCE:
-            due["all_cut"] = f"for {PATIENCE} steps every answer was cut at the length limit; {LONGER}"
+            due["all_cut"] = f"for {PATIENCE} steps every response was cut off at the length limit; {LONGER}"
         if self._streaks.get("all_noise", _Streak()).steps >= PATIENCE:
             due["all_noise"] = (
-                f"for {PATIENCE} steps no two successes lay close enough to form a cluster (srpo/noise_fraction is 1), "
-                "so failures are compared with the mean of all successes; a larger progress.eps, or progress.memory to "
-                "keep more of them, may find clusters"
+                f"for {PATIENCE} steps no two successes were close enough to form a cluster (srpo/noise_fraction "
+                "is 1), so failures are compared with the mean of all successes; try a larger progress.eps, or a "
+                "larger progress.memory to keep more successes"
             )
         if (clipped := self._streaks.get("clipped", _Streak())).steps:
             due["clipped_at_start"] = (
-                f"{clipped.value:.1%} of decisions were clipped in the first optimiser step of an update, before the "
-                "policy had moved: rounding alone makes old and new log-probabilities differ by more than the clip "
-                "range; use trainer.old_logp=recompute with a trainer.micro_batch that divides a minibatch, as 1 "
-                "always does, or float32"
+                f"{clipped.value:.1%} of decisions were clipped in the first optimiser step of an update, before "
+                "the policy had changed: rounding errors make old and new log-probabilities differ by more than "
+                "the clip range; use trainer.old_logp=recompute with a trainer.micro_batch that divides a "
+                "minibatch (1 always does), or float32"
             )
         # a mean near 0 over several steps: single steps vary
         if len(self._agreement) == PATIENCE and abs(sum(self._agreement) / PATIENCE) < LITTLE_AGREEMENT:
             due["no_agreement"] = (
                 f"srpo/agreement was {sum(self._agreement) / PATIENCE:.2f} on average over {PATIENCE} steps: the "
-                "progress reward of failures says nothing of the simulator's own; try another latent or more data for "
-                "its encoder"
+                "progress reward of failures is unrelated to the simulator's own progress; try another latent or "
+                "more data for its encoder"
             )
         return due
 
@@ -418,7 +418,7 @@ def _constant(name: str) -> str:
 
 
 class RunLog:
-    """Counts a run's costs and writes its numbers to the tracker and the files of the run folder."""
+    """Counts a run's costs and writes its metrics to the tracker and the files of the run folder."""
 
     def __init__(self, run_dir: Path, device: torch.device, tracker: Tracker | None) -> None:
         self.run_dir = run_dir
@@ -431,7 +431,7 @@ class RunLog:
         self.warnings = RunWarnings(None if tracker is None else run_dir)
 
     def count(self, sampled: Iterable[Rollouts], kept: int = 0, extra: int = 0) -> None:
-        """Add the samples to the totals; a filter kept so many of their groups."""
+        """Add the samples to the totals, with the number of groups that a filter kept."""
         self.totals["samples"] += extra
         self.totals["kept"] += kept
         # before a filter drops any: cost counts what was computed
@@ -461,7 +461,7 @@ class RunLog:
             self.tracker.log(step, everything)
 
     def samples(self, step: int, split: str, records: Sequence[SampleRecord]) -> None:
-        """Keep samples for the report, as split "train" or "eval"."""
+        """Store samples for the report, as split "train" or "eval"."""
         if self.tracker is not None:
             write_samples(self.run_dir, step, split, records)
 
@@ -471,7 +471,7 @@ class RunLog:
             write_outcomes(self.run_dir, step, split, outcomes)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
-        """Log an evaluation with the run's costs until then."""
+        """Log an evaluation with the run's costs so far."""
         found = {
             **metrics,
             "cost/samples": float(self.totals["samples"]),

@@ -15,21 +15,21 @@ from typing import NamedTuple
 import numpy as np
 
 SHARES = ("accuracy/", "success/")
-"""Evaluation metrics that are shares of tasks, shown in per cent."""
+"""Evaluation metrics that are fractions of tasks, shown in percent."""
 HEADLINES = (*SHARES, "score/")
 """Evaluation metrics of a policy's quality; by default the first of them decides which checkpoint is best."""
 
 PASS_AT = (2, 4, 8, 16, 32, 64)
-"""Numbers of answers that pass@k is reported for."""
+"""Numbers of samples k for which pass@k is reported."""
 
 VERDICTS = ("holds", "no effect within the margin", "inconclusive", "negative")
-"""Outcomes of a comparison whose margin was stated before it ran, see `verdict`."""
+"""Outcomes of a comparison whose margin was fixed before it ran; see `verdict`."""
 
 _RESAMPLED_CELLS = 4_000_000  # indices held at once by the bootstrap, 32 MB
 
 
 class MeanInterval(NamedTuple):
-    """A mean with its two-sided interval; the interval is NaN for one value alone."""
+    """A mean with its two-sided interval; the interval is NaN for a single value."""
 
     mean: float
     low: float
@@ -48,10 +48,10 @@ class PairedDifference(NamedTuple):
 
 
 class RatioInterval(NamedTuple):
-    """Geometric mean of ratios that may be known by bounds only.
+    """Geometric mean of ratios that may only be known by bounds.
 
-    `ratio`, `low` and `high` are NaN unless every ratio is known; `at_least` and `at_most` bound the geometric mean
-    in any case, by 0 and infinity where nothing is known on that side.
+    `ratio`, `low` and `high` are NaN unless every ratio is known; `at_least` and `at_most` bound the geometric mean in
+    any case, by 0 and infinity if nothing is known on that side.
     """
 
     ratio: float
@@ -63,12 +63,12 @@ class RatioInterval(NamedTuple):
 
 
 def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple[float, float]:
-    """Score interval of `successes` (fractional counts too) in n trials, sensible at 0, at n and for small n.
+    """Score interval of `successes` (possibly fractional) in n trials; also valid at 0, at n and for small n.
 
     Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference".
     """
     if n < 0 or not 0 <= successes <= n:
-        raise ValueError(f"successes must lie in 0..n, got successes={successes}, n={n}")
+        raise ValueError(f"successes must be in 0..n, got successes={successes}, n={n}")
     _check_confidence(confidence)
     # two-sided: half of what the confidence leaves on each side
     z = NormalDist().inv_cdf(0.5 + confidence / 2)
@@ -87,7 +87,7 @@ def wilson_interval(successes: float, n: int, confidence: float = 0.95) -> tuple
 
 
 def pass_at(right: Sequence[float]) -> dict[int, float]:
-    """Probability that one of k answers drawn without replacement from these is right, for k = 2, 4, ..., 64, up to n.
+    """Probability that at least one of k answers drawn without replacement is correct, for k = 2, 4, ..., 64, up to n.
 
     Args:
         right: n answers to one question: 1 right, 0 wrong, NaN not scored; the last are left out.
@@ -159,7 +159,7 @@ def verdict(low: float, high: float, margin: float) -> str:
 
 
 def first_reach(costs: Sequence[float], values: Sequence[float], target: float) -> tuple[float, float]:
-    """Bounds of the cost at which a curve, straight between its n points, first reaches a target.
+    """Bounds of the cost at which a curve, linear between its n points, first reaches a target.
 
     Costs never fall; a larger value is better, NaN is joined over. Returns (c, c) if the target is reached between
     two points, (0, cost of the first point) if the first one has it already, (last cost, infinity) if it is never
@@ -185,7 +185,7 @@ def first_reach(costs: Sequence[float], values: Sequence[float], target: float) 
 
 
 def value_at(costs: Sequence[float], values: Sequence[float], cost: float) -> float:
-    """Value of a curve, straight between its n points, at one cost; NaN outside the first and last known point."""
+    """Value of a curve, linear between its n points, at a given cost; NaN outside the first and last known point."""
     grid, value = _curve(costs, values)
     known = np.isfinite(value)
     if not known.any():
@@ -248,12 +248,12 @@ def cluster_bootstrap_interval(
 
 
 def mean_or_nan(values: Sequence[float]) -> float:
-    """The mean of some numbers; NaN without any."""
+    """Mean of some numbers; NaN if there are none."""
     return float(np.mean(values)) if len(values) else math.nan
 
 
 def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.Generator | None) -> dict[str, float]:
-    """The mean of some scores and its 95% interval, in which a task or initial state counts once however often it ran.
+    """Mean of some scores and its 95% interval; each task or initial state counts once, however often it ran.
 
     Args:
         name: of the metric.
@@ -280,7 +280,7 @@ def with_interval(name: str, values: Sequence[Sequence[float]], rng: np.random.G
 
 
 def t_quantile(confidence: float, dof: int) -> float:
-    """Half-width, in standard errors, of the two-sided Student-t interval of a confidence in (0, 1)."""
+    """Half-width, in standard errors, of the two-sided Student-t interval for a confidence in (0, 1)."""
     _check_confidence(confidence)
     if dof < 1:
         raise ValueError(f"a t interval needs at least one degree of freedom, got {dof}")
@@ -292,7 +292,7 @@ def t_quantile(confidence: float, dof: int) -> float:
 
 def _check_confidence(confidence: float) -> None:
     if not 0 < confidence < 1:
-        raise ValueError(f"confidence must lie strictly between 0 and 1, got {confidence}")
+        raise ValueError(f"confidence must be strictly between 0 and 1, got {confidence}")
 
 
 def _exp(value: float) -> float:
@@ -303,9 +303,9 @@ def _exp(value: float) -> float:
 def _curve(costs: Sequence[float], values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
     cost, value = _finite(costs), np.asarray(values, dtype=np.float64)
     if cost.shape != value.shape:
-        raise ValueError(f"a curve needs a value a cost, got shapes {cost.shape} and {value.shape}")
+        raise ValueError(f"a curve needs one value per cost, got shapes {cost.shape} and {value.shape}")
     if (np.diff(cost) < 0).any():
-        raise ValueError(f"costs never fall along a run, got {cost.tolist()}")
+        raise ValueError(f"costs must not decrease along a run, got {cost.tolist()}")
     return cost, value
 
 

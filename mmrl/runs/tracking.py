@@ -42,7 +42,7 @@ COLUMNS: dict[str, tuple[int, str, *tuple[str, ...]]] = {
     "entropy": (8, ".3f", "policy/entropy"),
     "tok/s": (7, ".0f", "tokens/per_second"),
 }
-"""Columns of the console: width, format, and the metrics of which the first that a step has is shown."""
+"""Columns of the console: width, format, and metrics, of which the first one available in a step is shown."""
 ENDS = {"low": "Lower", "high": "Upper"}
 WILDCARD = re.compile("<(.+?)>")
 
@@ -51,10 +51,10 @@ class Sink(Protocol):
     """Receiver of metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of one finished step."""
+        """Receive the metrics of one finished step."""
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of one evaluation."""
+        """Receive the metrics of one evaluation."""
 
     def truncate_after(self, step: int) -> None:
         """Forget records of later steps before a resumed run writes them again."""
@@ -91,9 +91,9 @@ class JsonlSink:
 
 
 class ConsoleSink:
-    """A progress bar with the time left and one table line a step.
+    """A progress bar with the remaining time and one table line per step.
 
-    Where there is no terminal, a line at most every 10 seconds ends with the time left.
+    Without a terminal, there is at most one line every 10 seconds, which ends with the remaining time.
     """
 
     def __init__(self, total_steps: int, *, every: int = 1, quiet: bool = False, stream: TextIO | None = None) -> None:
@@ -108,7 +108,7 @@ class ConsoleSink:
         self._began: tuple[int, float] | None = None
         self._shown_s = -math.inf
         self.bar: Progress | None = None
-        """The bar; None without a terminal."""
+        """The progress bar; None without a terminal."""
         if self._console.is_terminal and not quiet:
             self.bar = _progress_bar(self._console)
             self._task = self.bar.add_task("steps", total=total_steps)
@@ -116,7 +116,7 @@ class ConsoleSink:
         _CONSOLES[id(self)] = self
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the bar and show those of `COLUMNS` that the run has, and the seconds of each stage."""
+        """Move the bar and show the available `COLUMNS` and the seconds of each stage."""
         if self.bar is not None:
             self.bar.update(self._task, completed=step)
         now = time.monotonic()
@@ -136,7 +136,7 @@ class ConsoleSink:
             self._console.print(_step_line(columns, step, self._total_steps, metrics) + left, markup=False)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
-        """Show each accuracy and score with its interval, then held-out rewards and diversity without."""
+        """Show each accuracy and score with its interval, then held-out rewards and diversity without intervals."""
         count = f" of {int(metrics['n'])} tasks" if metrics.get("n") else ""
         line = f"evaluation at step {step} ({tag}, {split}{count}): {_evaluation_text(metrics)}"
         self._console.print(line, style="green", markup=False)
@@ -150,7 +150,7 @@ class ConsoleSink:
             self.bar.reset(self._task, completed=step)
 
     def close(self) -> None:
-        """Take the bar off the screen."""
+        """Remove the bar from the screen."""
         _CONSOLES.pop(id(self), None)
         if self.bar is not None:
             self.bar.stop()
@@ -161,7 +161,7 @@ class TensorBoardSink:
 
     def __init__(self, run_dir: Path) -> None:
         if not tensorboard_installed():
-            raise UserError("tracking.tensorboard=true needs tensorboard: pip install tensorboard")
+            raise UserError("tracking.tensorboard=true requires tensorboard: pip install tensorboard")
         self._folder = run_dir / "tensorboard"
         self._purge_step: int | None = None
         self._writer: Any = None
@@ -177,7 +177,7 @@ class TensorBoardSink:
             self._open().add_scalar(f"{split}/{name}", value, step)
 
     def truncate_after(self, step: int) -> None:
-        """Have TensorBoard hide later steps of earlier event files."""
+        """Make TensorBoard hide later steps of earlier event files."""
         # closed, so that later events go to a new file with a purge step
         self.close()
         self._purge_step = step + 1
@@ -209,8 +209,8 @@ class ServiceSink:
             service: Any = importlib.import_module(package)
         except ImportError as error:
             raise UserError(
-                f"tracking.{package}={project}, but {package} is not installed ({error}): "
-                f"pip install {package}, or take tracking.{package} out of the configuration"
+                f"tracking.{package}={project}, but {package} is not installed ({error}): pip install {package}, "
+                f"or remove tracking.{package} from the configuration"
             ) from error
         self._service = service
         service.init(project=project, name=run_name, config=dict(config))
@@ -224,10 +224,10 @@ class ServiceSink:
         self._service.log({f"{split}/{name}": value for name, value in metrics.items()}, step=step)
 
     def truncate_after(self, step: int) -> None:
-        """Nothing to forget: a resumed run is a new run of the service."""
+        """Do nothing: a resumed run is a new run of the service."""
 
     def close(self) -> None:
-        """Finish the service's run."""
+        """Finish the run of the service."""
         self._service.finish()
 
 
@@ -251,12 +251,12 @@ def _parts(names: Collection[str]) -> Iterator[tuple[str, str, dict[str, str]]]:
 
 # held weakly: a run that never came to its end, as after an error in a notebook, must not silence the bars of the next
 _CONSOLES: WeakValueDictionary[int, ConsoleSink] = WeakValueDictionary()
-"""Consoles of the runs of this process, the latest last."""
+"""Consoles of the runs in this process, the latest last."""
 
 
 @contextmanager
 def progress(unit: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A progress bar on the terminal, under that of the run if there is one; nothing where the run shows no bar.
+    """A progress bar on the terminal, below the run's bar if there is one; nothing if the run shows no bar.
 
     Yields:
         A function that moves it by a number of units.
@@ -363,7 +363,7 @@ def _seconds_by_stage(metrics: Mapping[str, float]) -> str:
 
 
 def estimate_text(name: str, metrics: Mapping[str, float]) -> str:
-    """A share in per cent, another measurement as it is."""
+    """A fraction in percent, or any other measurement unchanged."""
     low, high = metrics.get(f"{name}/low"), metrics.get(f"{name}/high")
     share = name.startswith(SHARES)
     # shares in per cent, scores with three digits
@@ -389,26 +389,26 @@ def _wait_for_a_later_name(folder: Path) -> None:
 
 @dataclass
 class TrackingConfig:
-    """Destinations of metrics besides `metrics.jsonl` and `evaluations.jsonl`."""
+    """Destinations of metrics in addition to `metrics.jsonl` and `evaluations.jsonl`."""
 
     quiet: bool = rare(False)
-    """Show nothing on the console."""
+    """Do not print anything on the console."""
     console_every: int = rare(1)
-    """Show one console line in this many steps; evaluations are always shown."""
+    """Print a console line every this many steps; evaluations are always shown."""
     tensorboard: bool | None = rare(None)
-    """Write TensorBoard events; null means where tensorboard is installed."""
+    """Write TensorBoard events; null means if tensorboard is installed."""
     wandb: str | None = None
-    """Weights & Biases project to log to; null for none."""
+    """Weights & Biases project to log to; null disables it."""
     trackio: str | None = rare(None)
-    """Trackio project to log to; null for none."""
+    """Trackio project to log to; null disables it."""
     run_name: str | None = rare(None)
-    """Name of the run in wandb and trackio; null takes the name of the run folder."""
+    """Name of the run in wandb and trackio; null uses the name of the run folder."""
     strict: bool = rare(False)
-    """Refuse metrics that no METRICS table defines; the tests switch it on."""
+    """Raise an error for metrics that are not defined in a METRICS table; used in tests."""
 
 
 class Tracker:
-    """Hands every metric to the JSON Lines files and to each further sink; `strict` refuses undefined metrics."""
+    """Passes every metric to the JSON Lines files and all other sinks; `strict` rejects undefined metrics."""
 
     def __init__(
         self,
@@ -423,13 +423,13 @@ class Tracker:
         self._definitions = metric_definitions() if definitions is None else definitions
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Record the metrics of one finished step, counted from 1; a value that is not finite is written as null."""
+        """Record the metrics of one finished step, counted from 1; non-finite values are written as null."""
         self._check(metrics)
         for sink in self._sinks:
             sink.log(step, metrics)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
-        """Record one evaluation of a split, tagged before, during or after training; step 0 is the untrained policy."""
+        """Record one evaluation of a split, tagged before, during or after training; step 0 is the initial policy."""
         self._check(metrics)
         for sink in self._sinks:
             sink.evaluation(step, tag, split, metrics)
@@ -452,7 +452,7 @@ class Tracker:
             if describe_metric(name, self._definitions) is None:
                 near = get_close_matches(name, self._definitions, n=3)
                 hint = f"; did you mean {', '.join(near)}?" if near else ""
-                raise ValueError(f"metric {name!r} has no sentence in METRICS of its package's entries.py{hint}")
+                raise ValueError(f"metric {name!r} is not described in METRICS of its package's entries.py{hint}")
 
 
 def build_tracker(
@@ -463,7 +463,7 @@ def build_tracker(
     run_config: Mapping[str, Any] | None = None,
     recipe: str = "",
 ) -> Tracker:
-    """Make the tracker that a configuration asks for."""
+    """Create the tracker for a configuration."""
     run_dir = Path(run_dir)
     sinks: list[Sink] = []
     for package, project in (("wandb", config.wandb), ("trackio", config.trackio)):
@@ -483,7 +483,7 @@ def build_tracker(
 
 @functools.cache
 def metric_definitions(recipe: str = "") -> dict[str, str]:
-    """Sentences of metrics by name: shared ones, those of a recipe's package and of packages that it builds on.
+    """Definitions of metrics by name: shared ones, those of a recipe's package and of packages that it builds on.
 
     Without a recipe of the table, the sentences of all packages, and of shared names those that fit every package.
     """
@@ -493,7 +493,7 @@ def metric_definitions(recipe: str = "") -> dict[str, str]:
 
 
 def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> str | None:
-    """Sentence that defines a metric, None without one.
+    """Sentence that defines a metric; None if there is none.
 
     `reward/format` is found under `reward/<term>`, `accuracy/greedy` under `accuracy/<greedy|sampled>`, which precedes
     `accuracy/<verifier>`. `/low`, `/high` and `/column=value` may follow any metric.
@@ -508,7 +508,7 @@ def describe_metric(name: str, definitions: Mapping[str, str] | None = None) -> 
         # the most specific pattern that fits
         return table[min(reversed(fitting), key=openness)]  # of equally open ones that of the recipe's own package
     sentence = describe_metric(whole, table) if "=" in last else None
-    return None if sentence is None else f"{sentence.rstrip('.')}, where {last}."
+    return None if sentence is None else f"{sentence.rstrip('.')}, for {last}."
 
 
 def openness(pattern: str) -> list[int]:
@@ -535,7 +535,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def read_evaluations(run_dir: Path, split: str | None = None, tag: str | None = None) -> list[dict[str, Any]]:
-    """Read `evaluations.jsonl` of a run folder in rising order of steps, all or those of a split and tag."""
+    """Read `evaluations.jsonl` of a run folder in ascending order of steps, optionally for one split and tag."""
     path = Path(run_dir) / "evaluations.jsonl"
     records = {}
     for record in read_steps(path):
@@ -552,5 +552,5 @@ def _numbers(record: dict[str, Any], path: Path, texts: Sequence[str] = ()) -> d
         if value is not None and not isinstance(value, str if name in texts else int | float):
             kind = "a text" if name in texts else "a number"
             found = f"step {record['step']} has {name} {value!r:.60}"
-            raise UserError(f"{path}: {found}; expected {kind}; mend or remove that line")
+            raise UserError(f"{path}: {found}; expected {kind}; fix or remove that line")
     return {name: math.nan if value is None and name not in texts else value for name, value in record.items()}

@@ -28,26 +28,29 @@ LOGP_TEACHER = "logp_teacher"
 
 @dataclass
 class DistilWeights:
-    """Weights of the teacher's parts and of the rewards."""
+    """Weights of the teacher's terms and of the rewards."""
 
     reward: float = bounded(1.0, at_least=0)
     """Weight of logp_teacher - logp_old in the advantage of each sampled decision, such as a token."""
     divergence: float = bounded(0.0, at_least=0)
     """Weight of the exact divergence from the teacher, over all tokens or between Gaussian actions."""
     beta: float = only_with(bounded(0.5, at_least=0, at_most=1), divergence=SET)
-    """Kind of divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and values in between are the
-    generalised Jensen-Shannon divergence of this mixture, which Gaussian actions do not have."""
+    """Kind of divergence: 0 is KL(teacher || policy), 1 is KL(policy || teacher), and values in between give the
+    generalised Jensen-Shannon divergence with this mixture, which is not available for Gaussian actions."""
     task: float = bounded(0.0, at_least=0)
-    """Weight of the objective's own advantages, computed from the rewards; 0 = learn from the teacher alone."""
+    """Weight of the objective's own advantages, computed from the rewards; 0 means learning only from the teacher."""
 
     def validate(self) -> None:
         """Check that something is learned; raises ValueError."""
         if not (self.reward or self.divergence):
-            raise ValueError("distil.reward and distil.divergence are 0: the teacher teaches nothing; set one of them")
+            raise ValueError(
+                "distil.reward and distil.divergence are both 0, so nothing is learned from the teacher; set at "
+                "least one of them"
+            )
 
 
 def importance_weighted() -> ObjectiveConfig:
-    """The importance-weighted loss without clip and KL to the start."""
+    """The importance-weighted loss without clipping and without a KL to the initial policy."""
     return ObjectiveConfig(clip={"kind": "unclipped"}, kl={"kind": "none"}, aggregation={"kind": "token_mean"})
 
 
@@ -84,7 +87,7 @@ class TeacherTerm(LossTerm):
         return rollouts.replace(extras={**rollouts.extras, LOGP_TEACHER: logp})
 
     def teach(self, rollouts: Rollouts) -> Rollouts:
-        """Weigh the objective's advantages, and add the teacher's reward of each sampled decision."""
+        """Weight the objective's advantages, and add the teacher's reward of each sampled decision."""
         assert rollouts.advantage is not None
         gain = rollouts.extras[LOGP_TEACHER] - rollouts.logp_old
         advantage = self.weights.task * rollouts.advantage + self.weights.reward * gain
@@ -105,7 +108,7 @@ class TeacherTerm(LossTerm):
         return TermLoss({"loss/distillation": loss}, metrics | {"distil/divergence": mean_metric(divergence, mask)})
 
     def formula(self) -> str:
-        """Formula of the teacher's parts of advantages and loss."""
+        """Formula of the teacher's terms in advantages and loss."""
         weights = self.weights
         parts = [f"{weights.task:g} A_it"] if weights.task or not weights.reward else []
         parts += [f"{weights.reward:g} (log q_it - logp_old_it)"] if weights.reward else []

@@ -26,10 +26,10 @@ from mmrl.runs.tracking import progress
 from mmrl.training.processes import merge_lists, shard, stream_seed
 
 MOST_VALUES = 8
-"""A column with more values than this is not broken down by unless it is asked for."""
+"""Columns with more values than this are not used for breakdowns unless requested."""
 LONGEST_VALUE = 40
 NOT_PARTS = ("answer", "solution", "ground_truth", "completion", "chosen", "rejected", "completion_lengths")
-"""Columns that hold an answer, not the kind of question."""
+"""Columns that contain an answer instead of the kind of question."""
 LOGGER = logging.getLogger("mmrl")
 TaskT = TypeVar("TaskT")
 Key = tuple[int, int]
@@ -41,12 +41,12 @@ Row = dict[str, Any]
 def parts_of_tasks(
     columns: Sequence[Mapping[str, Any]], by: Sequence[str] | None, answers: Collection[str] = NOT_PARTS
 ) -> list[dict[str, str]]:
-    """Value of each task in the columns that the evaluation is broken down by: `by`, else all but `answers`."""
+    """Value of each task in the columns by which the evaluation is broken down: `by`, else all but `answers`."""
     # in the order of the first row, so that tables keep the columns' order
     names = list(dict.fromkeys(name for task in columns for name in task))
     missing = [name for name in by or () if name not in names]
     if missing and columns:
-        raise ValueError(f"evaluation.by names '{missing[0]}'; columns of the data: {', '.join(names) or 'none'}")
+        raise ValueError(f"evaluation.by contains '{missing[0]}'; columns of the data: {', '.join(names) or 'none'}")
     kinds = [name for name in names if name not in answers and _is_part(name, columns)]
     chosen = kinds if by is None else list(by)
     # a task without the column is in no part
@@ -79,11 +79,11 @@ class Evaluation:
     records: list[SampleRecord] = field(default_factory=list)
     """A few rollouts for the report, the same tasks at every evaluation."""
     failure: str = ""
-    """Reason why none of the samples could be scored; empty if one could."""
+    """Reason why none of the samples could be scored; empty if any could."""
     outcomes: list[Outcome] = field(default_factory=list)
     """Scores of each task, for paired comparisons."""
     entries: list[Row] = field(default_factory=list)
-    """Episodes and answers as rows of `mmrl.runs.ledger`, without their split."""
+    """Episodes and responses as rows of `mmrl.runs.ledger`, without their split."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class Trial(Generic[TaskT]):
 
     @property
     def key(self) -> Key:
-        """Index and repeat, which name the trial."""
+        """Index and repeat, which identify the trial."""
         return self.index, self.repeat
 
 
@@ -109,16 +109,16 @@ class Measure(ABC, Generic[TaskT]):
     unit: str = "tasks"
     """Name of the trials in messages."""
     shows_progress: bool = True
-    """Whether several batches show a progress bar on a terminal."""
+    """Whether to show a progress bar on a terminal if there are several batches."""
 
     @property
     @abstractmethod
     def batch_size(self) -> int:
-        """Trials that are run together."""
+        """Number of trials run together."""
 
     @abstractmethod
     def run(self, batch: Sequence[Trial[TaskT]], start: int) -> list[Row]:
-        """Sample and score some trials, without gradient.
+        """Sample and score trials, without gradient.
 
         Args:
             batch: at most `batch_size` trials.
@@ -130,7 +130,7 @@ class Measure(ABC, Generic[TaskT]):
 
     @abstractmethod
     def metrics(self, rows: Sequence[Row], tasks: Sequence[TaskT]) -> dict[str, float]:
-        """Metrics of the rows of all processes.
+        """Metrics from the rows of all processes.
 
         Args:
             rows: in the order of the tasks.
@@ -145,18 +145,18 @@ class Measure(ABC, Generic[TaskT]):
         """A row as a sample for the report."""
 
     def take(self, rows: Sequence[Row]) -> None:
-        """Move out of a batch's rows what only this process keeps, such as videos; batches come in order."""
+        """Remove from a batch's rows what only this process keeps, such as videos; batches come in order."""
 
     def failure(self, rows: Sequence[Row]) -> str:
-        """Reason why none of the samples could be scored; empty if one could."""
+        """Reason why none of the samples could be scored; empty if any could."""
         return ""
 
     def outcome(self, row: Row) -> Outcome | None:
-        """Scores of a trial, for paired comparisons with other evaluations of its task; None keeps nothing."""
+        """Scores of a trial, for paired comparisons with other evaluations of its task; None stores nothing."""
         return None
 
     def about(self) -> Row:
-        """Settings of the measure that change its numbers, for the ledger's protocol.
+        """Settings of the measure that affect its numbers, for the ledger's protocol.
 
         `suite`, `version`, `horizon` and `replan` are also columns of its rows. `decodings` has the number of answers
         to a trial by decoding, `bootstrap` the seed of intervals.
@@ -169,7 +169,7 @@ class Measure(ABC, Generic[TaskT]):
         return [{"decoding": ""} | ({} if found is None else {"state": found.id, **_scores(found)})]
 
     def saved_rows(self, tasks: Sequence[TaskT], processes: int) -> ResumableRows | None:
-        """File of finished rows, with which an interrupted evaluation continues; None keeps none.
+        """File of finished rows, from which an interrupted evaluation continues; None if there is none.
 
         A row with a true "failed" counts as not run; its batch is run again. Samples for the report are kept with their
         rows, under "record".
@@ -177,7 +177,7 @@ class Measure(ABC, Generic[TaskT]):
         return None
 
     def finish(self, rows: Sequence[Row], saved: ResumableRows | None) -> None:
-        """Report and write further results; called on the first process when all rows are there.
+        """Report and write additional results; called in the first process once all rows are available.
 
         Args:
             rows: of all processes.
@@ -186,32 +186,32 @@ class Measure(ABC, Generic[TaskT]):
 
 
 def held_out_tasks(config: Any, load: Callable[[Any, str], Sequence[TaskT]]) -> dict[str, Sequence[TaskT]]:
-    """Tasks of each split of `eval_data`, cut to `evaluation.max_tasks`; `load` gets the data and its key."""
+    """Tasks of each split of `eval_data`, up to `evaluation.max_tasks`; `load` gets the data and its key."""
     # 0 means all
     limit = config.evaluation.max_tasks or None
     return {name: load(data, f"eval_data.{name}")[:limit] for name, data in config.eval_data.items()}
 
 
 class EpisodeMeasure(Measure[TaskT]):
-    """Success over episodes under one protocol of choosing actions.
+    """Success over episodes under one protocol for choosing actions.
 
-    A row is an episode with its "success". One that came to no result is "failed": it is counted, its `outcome` is
-    None, and it is part of no other number.
+    A row is an episode with its "success". An episode without a result is "failed": it is counted, its `outcome` is
+    None, and it is excluded from all other numbers.
     """
 
     unit = "episodes"
     protocol: str
-    """greedy or sampled, with what a room adds; the last part of the metrics' names."""
+    """greedy or sampled, with additions of a domain package; the last part of the metrics' names."""
     seed: int
     split: str
 
     @abstractmethod
     def state_of(self, row: Row) -> str:
-        """Name of the initial state, whose repeats are not independent."""
+        """Name of the initial state; repeats of the same state are not independent."""
 
     @abstractmethod
     def columns(self, row: Row) -> Row:
-        """Columns of the ledger that only the room knows: task, seed, return, length, ending, output."""
+        """Columns of the ledger that only the domain package knows: task, seed, return, length, ending, output."""
 
     def entries(self, row: Row) -> list[Row]:
         """The episode; `success` is None if it came to no result."""
@@ -223,7 +223,7 @@ class EpisodeMeasure(Measure[TaskT]):
 
     @property
     def greedy(self) -> bool:
-        """Whether actions are not drawn, so that an initial state needs one episode."""
+        """Whether actions are deterministic, so that an initial state needs only one episode."""
         return self.protocol.startswith("greedy")
 
     def seed_of(self, *trial: int | str) -> int:
@@ -232,7 +232,7 @@ class EpisodeMeasure(Measure[TaskT]):
         return stream_seed(self.seed, "evaluate", self.split, *trial)
 
     def success_rates(self, rows: Sequence[Row], column: str, fewest: int = 1) -> dict[str, float]:
-        """success/<protocol> with its interval, also for each value of a column that has `fewest` values or more.
+        """success/<protocol> with its interval, also for each value of columns with at least `fewest` values.
 
         The interval is Wilson's for greedy episodes, and a bootstrap over initial states for sampled ones.
         """
@@ -254,9 +254,9 @@ class EpisodeMeasure(Measure[TaskT]):
 
 
 Batch = tuple[int, Sequence[Trial[Any]]]
-"""Place of the first trial among those of this process, and the trials that are run together."""
+"""Index of the first trial among those of this process, and the trials that are run together."""
 Elsewhere = Callable[[int, Sequence[Batch]], Iterator[Sequence[Row]]]
-"""Runs batches of a measure, named by its number, in workers: the rows of each batch, in order."""
+"""Runs batches of a measure, given by its number, in workers; returns the rows of each batch, in order."""
 
 
 def evaluate_tasks(
@@ -266,7 +266,7 @@ def evaluate_tasks(
     accelerator: Accelerator,
     elsewhere: Elsewhere | None = None,
 ) -> Evaluation:
-    """Measure held-out tasks under one or several protocols.
+    """Evaluate held-out tasks under one or several protocols.
 
     Args:
         measures: one for each protocol; the first supplies `n` and the samples.
@@ -310,14 +310,14 @@ def ledger_rows(number: int, measure: Measure[Any], rows: Sequence[Row]) -> list
 
 
 def batch_of(measure: Measure[TaskT], tasks: Sequence[TaskT], key: Key, processes: int) -> Batch:
-    """The batch that a trial was run in, and its place among those of its process."""
+    """The batch in which a trial was run, and its position among those of its process."""
     # the trials of that process, as `shard` deals them
     mine = all_trials(measure, tasks)[(key[0] * measure.repeats + key[1]) % processes :: processes]
     return next(batch for batch in _cut(mine, measure.batch_size) if any(trial.key == key for trial in batch[1]))
 
 
 def all_trials(measure: Measure[TaskT], tasks: Sequence[TaskT]) -> list[Trial[TaskT]]:
-    """The trials of a measure in their order."""
+    """The trials of a measure, in order."""
     return [Trial(index, repeat, task) for index, task in enumerate(tasks) for repeat in range(measure.repeats)]
 
 
@@ -326,7 +326,7 @@ def _scores(outcome: Outcome) -> Row:
 
 
 def mean_scores(scores: Mapping[str, Sequence[float]]) -> dict[str, float]:
-    """Means of the scores of a task by name, without those that could not be scored (NaN)."""
+    """Means of the scores of a task by name, ignoring samples that could not be scored (NaN)."""
     known = {name: [value for value in values if value == value] for name, values in scores.items()}
     return {name: float(np.mean(values)) for name, values in known.items() if values}
 
@@ -354,7 +354,7 @@ def _run_all(
     again = set(merge_lists([trial.key for _, batch in left for trial in batch], accelerator))
     taken = ({trial.key for trial in trials} & known.keys()) - again
     if saved is not None and taken:
-        LOGGER.info("%d of %d %s are taken from %s", len(taken), len(trials), measure.unit, saved.path)
+        LOGGER.info("%d of %d %s were read from %s", len(taken), len(trials), measure.unit, saved.path)
     shown = {trial.key for trial in trials[:records]}
     rows = [
         *(known[key] for key in taken),

@@ -27,23 +27,24 @@ from mmrl.runs.launch import LAST_WORDS
 from mmrl.training.processes import all_ranks, merge_lists
 
 BEAT_S = 2.0
-"""Seconds between two signs of life of a process."""
+"""Seconds between two heartbeats of a process."""
 SILENCE_S = 10.0
-"""Seconds without one after which a process is held to have ended, where a connection has broken as well."""
+"""Seconds without a heartbeat after which a process is assumed to have ended, if a connection has broken as well."""
 LOST_S = 120.0
-"""Seconds without one after which a process counts as lost in any case; Python may be held up for a while."""
+"""Seconds without a heartbeat after which a process counts as lost in any case; Python may be blocked for a while."""
 GRACE_S = 4.0
-"""Seconds that a process which has failed remains, for the others to read why."""
+"""Seconds that a failed process stays alive so that the others can read the reason."""
 PIECE_BYTES = 2**26
-GONE = "the store of the processes is gone, with the first machine or its launcher"
+GONE = "the store shared by the processes is gone, together with the first machine or its launcher"
 ResultT = TypeVar("ResultT")
 
 
 class Watch:
-    """Says to the other processes of a run what this one does, and ends this one where another has failed or vanished.
+    """Tells the other processes of a run what this one does, and ends this one if another has failed or vanished.
 
-    A collective operation waits for every process: without it, those that are left wait until the process group's time
-    is over. A thread writes a sign of life to the store by which the processes found each other, and reads the others'.
+    A collective operation waits for every process. Without this watch, the remaining processes would wait until the
+    process group's timeout. A thread writes a heartbeat to the store by which the processes found each other, and reads
+    the others' heartbeats.
     """
 
     def __init__(self, store: torch.distributed.Store, rank: int, count: int) -> None:
@@ -64,7 +65,7 @@ class Watch:
         self._write("alive")
 
     def start(self) -> None:
-        """Watch from now on; all processes have been made."""
+        """Start watching; all processes have been created."""
         self._thread.start()
         # a second thread, since the first may be blocked in the store
         threading.Thread(target=self._guard, name="mmrl-watch-store", daemon=True).start()
@@ -108,7 +109,7 @@ class Watch:
         while not self._over.wait(BEAT_S):
             silence_s = time.monotonic() - self._answered
             if silence_s > LOST_S:
-                self._end(f"{GONE}: it has not answered for {silence_s:.0f} s")
+                self._end(f"{GONE}: it has not responded for {silence_s:.0f} s")
 
     def _end(self, reason: str) -> None:
         sys.stderr.write(f"mmrl: {self._name(self._rank, self._host)} ends at {self.stage()}: {reason}\n")
@@ -138,7 +139,10 @@ class Watch:
             if note["status"] == "failed":
                 return f"{where} failed: {note['message']}"
             if note["status"] == "alive" and now - self._seen[rank][1] > silence_s:
-                return f"{where} has given no sign of life for {now - self._seen[rank][1]:.0f} s: killed, or cut off"
+                return (
+                    f"{where} has not sent a heartbeat for {now - self._seen[rank][1]:.0f} s: it was killed or "
+                    "disconnected"
+                )
         return None
 
     def _name(self, rank: int, host: str) -> str:
@@ -147,7 +151,7 @@ class Watch:
 
 @contextlib.contextmanager
 def watched(accelerator: Accelerator) -> Iterator[Watch | None]:
-    """Watch the other processes; an error that another one has caused names it. A run of one process has no watch."""
+    """Watch the other processes; errors caused by another process report it. A run of one process has no watch."""
     if accelerator.num_processes == 1:
         yield None
         return
@@ -187,7 +191,7 @@ def _without_sigterm() -> Iterator[None]:
 
 
 FOLLOWS = re.compile(r"gloo|nccl|socket|connection|peer|store|timed? ?out", re.IGNORECASE)
-"""Words of errors of collective operations; gloo's are plain RuntimeErrors."""
+"""Words in errors of collective operations; errors of gloo are plain RuntimeErrors."""
 
 
 def _may_follow(error: Exception) -> bool:
@@ -197,7 +201,7 @@ def _may_follow(error: Exception) -> bool:
 
 
 def in_first_process(accelerator: Accelerator | None, act: Callable[[], ResultT]) -> ResultT:
-    """Run `act` in the first process alone and return its result, or raise its UserError, in all processes."""
+    """Run `act` only in the first process, and return its result or raise its UserError in all processes."""
     if accelerator is None or accelerator.num_processes == 1:
         return act()
     found: list[Any] = [None, None]
@@ -214,7 +218,7 @@ def in_first_process(accelerator: Accelerator | None, act: Callable[[], ResultT]
 
 
 def in_turns(accelerator: Accelerator, act: Callable[[], ResultT]) -> ResultT:
-    """Call `act` in the first process, then in the first one of each other machine, then in the rest.
+    """Call `act` in the first process, then in the first process of each other machine, then in the rest.
 
     So what it builds on a disk is built once, be the disk shared or not.
     """
@@ -228,7 +232,7 @@ def in_turns(accelerator: Accelerator, act: Callable[[], ResultT]) -> ResultT:
 
 
 def describe(accelerator: Accelerator, run_dir: Path) -> str:
-    """Describe which machine writes the run's folder and where the others read; empty for one machine."""
+    """Describe which machine writes the run folder and where the others read; empty for one machine."""
     places = merge_lists([(socket.gethostname(), str(Path.cwd()))], accelerator)
     writer, others = (
         places[0],
@@ -236,11 +240,11 @@ def describe(accelerator: Accelerator, run_dir: Path) -> str:
     )
     if not others:
         return ""
-    return f"{writer[0]} writes {run_dir.absolute()}; {', '.join(others)} reads data and models and keeps nothing"
+    return f"{writer[0]} writes {run_dir.absolute()}; {', '.join(others)} reads data and models but stores nothing"
 
 
 def check_same_tasks(accelerator: Accelerator, digest: Callable[[], str | None]) -> None:
-    """Refuse machines that have other training data than the first one; on one machine nothing is read."""
+    """Raise an error if machines have different training data from the first one; on one machine nothing is read."""
     hosts = merge_lists([socket.gethostname()], accelerator)
     # one machine has one copy of the data
     if len(set(hosts)) == 1:
@@ -256,7 +260,7 @@ def check_same_tasks(accelerator: Accelerator, digest: Callable[[], str | None])
 
 @contextlib.contextmanager
 def on_every_machine(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Bring a checkpoint of the first process to machines that do not have it, for as long as it is read.
+    """Copy a checkpoint of the first process to machines that do not have it, while it is being read.
 
     A machine has it if its own folder of that name has the same manifest, as on a shared disk.
     """
@@ -279,7 +283,7 @@ def on_every_machine(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         draft.rename(folder)
     accelerator.wait_for_everyone()
     if _digest(folder) != found:
-        raise UserError(f"{folder} did not arrive on {socket.gethostname()} as it was sent")
+        raise UserError(f"{folder} was damaged while being sent to {socket.gethostname()}")
     yield
     # every process has read it before any machine deletes its copy
     accelerator.wait_for_everyone()

@@ -30,21 +30,22 @@ from mmrl.training.settings import SMALLEST_LOW_PRECISION_STEP, BaseTrainerConfi
 from mmrl.training.sharding import shard
 
 FACTOR = "learning_rate_factor"
-"""Key of an optimiser group whose rate is another than the run's."""
+"""Key of an optimiser group whose learning rate differs from the run's."""
 RESIDUAL = 1e-10
-"""Share of the squared residual at which the conjugate gradients end."""
+"""Fraction of the squared residual at which conjugate gradients stop."""
 BACKTRACKS = 10
-"""Steps that are tried, each half as long as the last, as in YifeiZhou02/HNPG trpo.py, linesearch."""
+"""Maximum number of steps tried, each half as long as the previous one, as in YifeiZhou02/HNPG trpo.py, linesearch."""
 ENOUGH = 0.1
-"""Share of the gain that the gradient promises of a step, below which a shorter one is tried."""
+"""Fraction of the gain predicted by the gradient below which a shorter step is tried."""
 
 START, GROWTH_INTERVAL = 2.0**16, 2000
 LARGEST, SMALLEST = 2.0**127, 2.0**-14
-"""Bounds of the loss scale; beyond them are infinity in float32, and losses of 1 below the normal numbers of fp16."""
+"""Bounds of the loss scale; beyond them there is infinity in float32, or a loss of 1 is below the normal numbers of
+fp16."""
 
 
 def learning_rate_factor(config: BaseTrainerConfig, optimiser_step: int, waited: int = 0) -> float:
-    """Share of the peak learning rate at an optimiser step."""
+    """Fraction of the peak learning rate at an optimiser step."""
     # from 1 / warmup_steps, not from 0, so that the first step already moves
     if optimiser_step < config.warmup_steps:
         return (optimiser_step + 1) / config.warmup_steps
@@ -61,16 +62,19 @@ def learning_rate_factor(config: BaseTrainerConfig, optimiser_step: int, waited:
 def make_optimizer(
     policy: nn.Module, config: BaseTrainerConfig, region: TrustRegionConfig | None = None
 ) -> torch.optim.Optimizer:
-    """AdamW over the trainable parameters; matrices decay, vectors (norms, biases) do not.
+    """AdamW over the trainable parameters, with weight decay for matrices but not for vectors (norms, biases).
 
     A policy may have `learning_rate_factors`, name of a child to the factor of its parameters' rate. With a trust
-    region the gradients become steps, and SGD takes them: the rate is the share of the step.
+    region the gradients become steps, and SGD takes them: the rate is the fraction of the step.
     """
     if region is not None:
         # SGD only adds the step, which is complete when it gets here
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
         if any(parameter.dtype.itemsize < 4 for parameter in trained):
-            raise UserError("natural-gradient steps need float32 weights, or adapters (LoRA): others round them away")
+            raise UserError(
+                "natural-gradient steps require float32 weights or adapters (LoRA), because other types round "
+                "the steps away"
+            )
         return torch.optim.SGD(trained, lr=config.learning_rate)
     factors: dict[str, float] = getattr(policy, "learning_rate_factors", {})
     trainable = [(name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad]
@@ -94,7 +98,7 @@ def make_optimizer(
 
 
 def divide(recipe: Recipe[Any, Any], accelerator: Accelerator, reference: Reference) -> None:
-    """Shard the trained weights and those of references if the configuration asks for it."""
+    """Shard the trained weights and those of references if the configuration requires it."""
     if recipe.config.trainer.sharding == "none":
         return
     names = frozenset(name for name, weight in recipe.policy.named_parameters() if weight.requires_grad)
@@ -107,12 +111,12 @@ def divide(recipe: Recipe[Any, Any], accelerator: Accelerator, reference: Refere
 
 
 def check_precision(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse weights in float16, and in bfloat16 where steps would be rounded away; raises UserError."""
+    """Raise UserError for weights in float16, or in bfloat16 if steps would be rounded away."""
     for group in optimizer.param_groups:
         low = {parameter.dtype for parameter in group["params"]} & {torch.bfloat16, torch.float16}
         if torch.float16 in low:
             raise UserError(
-                "the weights to be trained are float16, in which their gradients cannot be unscaled; use float32 "
+                "the weights to be trained are float16, for which gradients cannot be unscaled; use float32 "
                 "weights with trainer.mixed_precision=fp16, or adapters (LoRA)"
             )
         rate = group["lr"] * group.get(FACTOR, 1.0)
@@ -132,7 +136,7 @@ def actor_weights(policy: nn.Module) -> list[nn.Parameter]:
     # the first part of a name is the child of the policy
     found = [weight for name, weight in named if weight.requires_grad and name.partition(".")[0] not in critics]
     if not found:
-        raise UserError("the policy has no weight to train: every one is frozen; look at the options of `model`")
+        raise UserError("the policy has no weights to train: all of them are frozen; check the options of `model`")
     return found
 
 
@@ -143,7 +147,7 @@ def to_natural_steps(
     weights: Sequence[nn.Parameter],
     accelerator: Accelerator,
 ) -> None:
-    """Put minus the natural step in the place of the gradients, if the recipe has a trust region."""
+    """Replace the gradients by minus the natural step, if the recipe has a trust region."""
     region = recipe.trust_region
     if region is None:
         return
@@ -215,12 +219,12 @@ class Rows:
         torch.clear_autocast_cache()
 
     def logp(self) -> Tensor:
-        """(b,) of this process's rows."""
+        """(b,) log-probabilities of this process's rows."""
         with torch.no_grad():
             return torch.cat([part() for part in self._parts]) if self._parts else self._first.new_zeros(0)
 
     def surrogate(self, advantage: Tensor) -> float:
-        """Mean over all rows of advantage * ratio, given the advantages (b,) of this process's."""
+        """Mean over all rows of advantage * ratio, given the advantages (b,) of this process's rows."""
         return float(self.total((advantage * (self.logp() - self.before).exp()).sum())) / self.count
 
     def fisher(self, direction: Tensor) -> Tensor:
@@ -252,7 +256,7 @@ class Rows:
 
 
 def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, iterations: int) -> Tensor:
-    """Solve product(x) = target approximately, for a product with a positive definite matrix."""
+    """Solve product(x) = target approximately, where product multiplies by a positive definite matrix."""
     found, residual, direction = torch.zeros_like(target), target.clone(), target.clone()
     size = first = float(residual @ residual)
     for _ in range(iterations):
@@ -271,7 +275,7 @@ def conjugate_gradients(product: Callable[[Tensor], Tensor], target: Tensor, ite
 
 
 def natural_step(rows: Rows, gradient: Tensor, advantage: Tensor, region: TrustRegionConfig) -> tuple[Tensor, float]:
-    """The step (P,) for a gradient (P,) of the loss, and its share of the longest step; both 0 if no step gains enough.
+    """Step (P,) for a gradient (P,) of the loss, and its fraction of the maximum step; both 0 if no step gains enough.
 
     The weights stay as they are. `advantage` (b,) belongs to this process's rows.
 
@@ -309,8 +313,8 @@ class LossScale:
     """Dynamic scale of the loss in fp16; always 1 if not enabled.
 
     The smallest positive number of fp16 is 6e-8: smaller gradients would become 0. The loss is multiplied by a power of
-    two and its gradients divided by it in float32. A gradient that is not finite halves the scale and its step is left
-    out; many finite steps in a row double it.
+    two and its gradients divided by it in float32. A non-finite gradient halves the scale and skips the step; many
+    finite steps in a row double it.
 
     Source: torch.amp.GradScaler, whose constants these are; Micikevicius et al., arXiv 1710.03740, section 3.2.
     """
@@ -319,11 +323,11 @@ class LossScale:
         self.enabled = enabled
         self.value = START if enabled else 1.0
         self.overflows = 0
-        """Optimiser steps left out since the run began."""
+        """Optimiser steps skipped since the start of the run."""
         self._finite = 0
 
     def scaled(self, loss: Tensor) -> Tensor:
-        """The loss that gradients are taken of."""
+        """The loss multiplied by the scale."""
         # exact: the scale is a power of two
         return loss * self.value if self.enabled else loss
 
@@ -335,12 +339,12 @@ class LossScale:
 
     @property
     def can_shrink(self) -> bool:
-        """Whether a smaller scale may mend an overflow; if not, it has another cause."""
+        """Whether a smaller scale may fix an overflow; if not, it has another cause."""
         # below the bound the loss itself would underflow in fp16
         return self.enabled and self.value > SMALLEST
 
     def shrink(self) -> None:
-        """Halve the scale after a step with a gradient that is not finite."""
+        """Halve the scale after a step with a non-finite gradient."""
         self.value = self.value / 2
         self._finite = 0
         self.overflows += 1
@@ -354,7 +358,7 @@ class LossScale:
             self._finite = 0
 
     def metrics(self) -> dict[str, float]:
-        """The scale and the steps that were left out; empty if losses are not scaled."""
+        """The scale and the number of skipped steps; empty if losses are not scaled."""
         return {"optim/loss_scale": self.value, "optim/overflows": float(self.overflows)} if self.enabled else {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -362,7 +366,7 @@ class LossScale:
         return {"value": self.value, "overflows": self.overflows, "finite": self._finite} if self.enabled else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`; the scale starts afresh if the run did not scale losses before."""
+        """Restore `state_dict`; the scale starts from its default if the run did not scale losses before."""
         if self.enabled and state:
             self.value = float(state["value"])
             self.overflows = int(state["overflows"])

@@ -32,25 +32,25 @@ from mmrl.workers.memory import machine_bytes
 LOGGER = logging.getLogger("mmrl")
 GB = 1e9
 BUFFERS = 0.04
-"""Resident memory of a run on a CPU besides tensors and libraries, as a share of the tensors: buffers of matrix
-products and gaps of the allocator."""
+"""Resident memory of a run on a CPU in addition to tensors and libraries, as a fraction of the tensors: buffers of
+matrix products and gaps of the allocator."""
 HEADROOM = 0.92
-"""Share of a GPU's memory that tensors can have; CUDA, its libraries and gaps between blocks take the rest."""
+"""Fraction of a GPU's memory available for tensors; CUDA, its libraries and gaps between blocks take the rest."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Tensors of one purpose."""
+    """Tensors that serve one purpose."""
 
     name: str
     bytes: float
     during: str = "always"
-    """always, sampling, update, or start: before the others are there."""
+    """always, sampling, update, or start (before the others exist)."""
     divided: bool = False
-    """Whether each GPU has its share of them, by `trainer.sharding=fsdp2` or as rows of the step."""
+    """Whether they are divided over the GPUs, by `trainer.sharding=fsdp2` or as rows of the step."""
 
     def on(self, gpus: int) -> float:
-        """Bytes on each of some GPUs."""
+        """Bytes per GPU for a number of GPUs."""
         # rows and sharded weights are divided; the rest is on every GPU
         return self.bytes / gpus if self.divided else self.bytes
 
@@ -62,22 +62,22 @@ class Plan:
     parts: tuple[Part, ...]
     assumed: tuple[str, ...]
     unknown: tuple[str, ...] = ()
-    """What the memory also depends on and nothing at hand tells; the parts are then those that are certain."""
+    """Unknown quantities on which the memory also depends; the parts then only include what is certain."""
     tried_on_cpu: bool = False
     """See `Facts`."""
 
     def held(self, phase: str, gpus: int = 1) -> float:
-        """Bytes of the parts of a phase on each of some GPUs."""
+        """Bytes per GPU of the parts of a phase."""
         return sum(part.on(gpus) for part in self.parts if part.during == phase)
 
     def peak(self, gpus: int = 1) -> float:
-        """Most bytes on each GPU at any time."""
+        """Peak number of bytes per GPU."""
         # sampling and update follow each other; what one holds is free in the other
         phases = max(self.held("sampling", gpus), self.held("update", gpus))
         return max(self.held("always", gpus) + phases, self.held("start", gpus))
 
     def fits(self, memory_gb: float, gpus: int = 1) -> bool:
-        """Whether the peak leaves room for memory besides tensors."""
+        """Whether the peak leaves room for memory other than tensors."""
         # CUDA, its libraries and gaps between blocks take the rest
         return self.peak(gpus) <= HEADROOM * memory_gb * GB
 
@@ -86,34 +86,34 @@ class Sizes(NamedTuple):
     """Maximum number of rows."""
 
     step: int
-    """In a step of all processes."""
+    """Rows in a step of all processes."""
     minibatch: int
-    """In an optimiser step."""
+    """Rows in an optimiser step."""
     chunk: int
-    """In a forward and backward pass."""
+    """Rows in a forward and backward pass."""
 
     @property
     def passes(self) -> int:
-        """Forward and backward passes of an optimiser step."""
+        """Number of forward and backward passes in an optimiser step."""
         return -(-self.minibatch // self.chunk)
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a domain knows about a run: its networks and the calls that a step makes of them."""
+    """What a domain knows about a run: its networks and the calls a step makes to them."""
 
     network: nn.Module
     """The trained network, with `requires_grad` on what is trained; its weights are on the meta device unless small."""
     learn: Callable[[], Tensor]
-    """Makes the input of a forward pass of the update and returns its loss, a scalar."""
+    """Creates the input of a forward pass of the update and returns its scalar loss."""
     assumed: tuple[str, ...]
-    """What the calls are made for."""
+    """Assumptions about the input of the calls."""
     unknown: tuple[str, ...] = ()
-    """What the calls depend on and nothing at hand tells; they are then not made."""
+    """Unknown quantities on which the calls depend; if there are any, the calls are not made."""
     tried_on_cpu: bool = False
-    """Whether the memory of processes that run such models on a CPU has been compared with plans."""
+    """Whether plans have been compared with the memory of processes that run such models on a CPU."""
     passes: int = 1
-    """Forward and backward passes of an optimiser step; the second one meets the gradients of the first."""
+    """Forward and backward passes of an optimiser step; during the second one, gradients of the first exist."""
     act: Callable[[], Any] | None = None
     """Samples once, without gradient; None if nothing is sampled, or `inputs` has what sampling needs."""
     acting: str = "sampling"
@@ -125,13 +125,13 @@ class Facts:
     frozen: tuple[nn.Module, ...] = ()
     """Other networks that the calls use."""
     held: Sequence[Part] = ()
-    """What is held between passes besides weights, gradients, moments and copies."""
+    """Memory held between passes in addition to weights, gradients, moments and copies."""
     inputs: Sequence[Part] = ()
-    """What the calls read, write and keep besides activations."""
+    """What the calls read, write and keep in addition to activations."""
 
 
 def planned(facts: Facts, trainer: Any, *, passes: bool) -> Plan:
-    """Run the calls of a step and add up what they hold; without passes, only what is held between them."""
+    """Run the calls of a step and add up their memory; without passes, only the memory held between them."""
     parts = [*state_parts(facts.network, trainer, copies=facts.copies), *facts.held]
     if passes and not facts.unknown:
         parts += facts.inputs
@@ -153,12 +153,12 @@ def planned(facts: Facts, trainer: Any, *, passes: bool) -> Plan:
 
 
 def certain(footprint: Callable[..., Plan], config: Any) -> Plan:
-    """What is held between passes, of a run whose data have not been read."""
+    """Memory held between passes, for a run whose data have not been read."""
     return dataclasses.replace(footprint(config, passes=False), unknown=("data that have not been read",))
 
 
 def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0) -> list[Part]:
-    """Weights, gradients and moments of a network, and whole or trained-only copies of it.
+    """Weights, gradients and moments of a network, and full or trained-only copies of it.
 
     Args:
         network: with `requires_grad` on what is trained.
@@ -175,10 +175,10 @@ def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0) -> list[Pa
     low = sharded and trainer.gathered == "bf16" and trained > 2 * numbers
     parts = [Part("weights, frozen", frozen)]
     if sharded:
-        parts.append(Part("weights, trained, in parts", trained, divided=True))
-        parts.append(Part("gradients, sums in parts", trained, "update", divided=True))
+        parts.append(Part("weights, trained, sharded", trained, divided=True))
+        parts.append(Part("gradients, sums, sharded", trained, "update", divided=True))
     parts += [
-        Part("weights, trained" + (", whole in bf16" if low else ""), 2 * numbers if low else trained),
+        Part("weights, trained" + (", gathered in bf16" if low else ""), 2 * numbers if low else trained),
         Part("moments of AdamW", 2 * trained, divided=sharded),
         Part("gradients", trained, "update"),  # those of bfloat16 weights add up in float32
         Part("reference", copies * (trained + frozen), divided=sharded),
@@ -187,7 +187,7 @@ def state_parts(network: nn.Module, trainer: Any, *, copies: int = 0) -> list[Pa
 
 
 def batch_sizes(trainer: Any, group: int) -> Sizes:
-    """Rows of a step, an optimiser step and a pass, as `Rollouts.micro_batches` cuts groups of equal size."""
+    """Rows of a step, an optimiser step and a pass, given how `Rollouts.micro_batches` splits groups of equal size."""
     rows, micro_batch = trainer.tasks_per_step * group, trainer.micro_batch
     # rounded up: the largest of uneven parts decides
     minibatch = -(-rows // trainer.minibatches_per_step)
@@ -200,7 +200,7 @@ def batch_sizes(trainer: Any, group: int) -> Sizes:
 
 
 def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> float:
-    """Bytes that forward and backward passes of a micro-batch need besides weights and gradients.
+    """Bytes that forward and backward passes of a micro-batch need in addition to weights and gradients.
 
     Args:
         network: the trained network, whose gradients are dropped afterwards.
@@ -223,7 +223,7 @@ def activations(network: nn.Module, once: Callable[[], Tensor], passes: int) -> 
 
 
 def forward(network: nn.Module, once: Callable[[], Any]) -> float:
-    """Bytes that a pass without gradient needs besides the weights."""
+    """Bytes that a pass without gradient needs in addition to the weights."""
     network.eval()
     with torch.no_grad(), _besides(network) as allocations:
         before = allocations.alive
@@ -233,7 +233,7 @@ def forward(network: nn.Module, once: Callable[[], Any]) -> float:
 
 
 def history(network: nn.Module, once: Callable[[], Tensor]) -> float:
-    """Bytes that a forward pass keeps for its backward pass, besides the weights."""
+    """Bytes that a forward pass keeps for its backward pass, in addition to the weights."""
     with _besides(network) as allocations:
         before = allocations.alive
         loss = once()
@@ -252,13 +252,13 @@ def _besides(network: nn.Module) -> Allocations:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where a run will be."""
+    """Hardware on which a run will be executed."""
 
     name: str
     memory_gb: float
-    """Of each GPU, or of the machine within the limits of its container."""
+    """Memory of each GPU, or of the machine within the limits of its container."""
     gpus: int = 1
-    """1 for a run on the CPU."""
+    """Number of GPUs; 1 for a run on the CPU."""
     is_cpu: bool = False
 
 
@@ -275,12 +275,12 @@ def machine_of(gpu_memory_gb: float | None, processes: int) -> Machine:
         return Machine(several, gpu_memory_gb, processes)
     if torch.cuda.is_available():
         found = torch.cuda.get_device_properties(0)
-        return Machine(f"{several} such as this {found.name}", found.total_memory / GB, processes)
+        return Machine(f"{several} like this {found.name}", found.total_memory / GB, processes)
     return Machine("this machine's CPU", (machine_bytes() or math.inf) / GB, 1, is_cpu=True)
 
 
 def on_machine(plan: Plan, machine: Machine) -> Plan:
-    """A plan with what a process on a CPU holds besides tensors, as far as that has been measured."""
+    """A plan including the memory of a CPU process other than tensors, as far as it has been measured."""
     if not machine.is_cpu or plan.unknown:
         return plan
     if not plan.tried_on_cpu:
@@ -293,9 +293,9 @@ def on_machine(plan: Plan, machine: Machine) -> Plan:
 
 
 def described(config: Any, footprint: Callable[[Any], Plan], machine: Machine, processes: int = 1) -> list[str]:
-    """The plan of a run as lines of text, with changes that make it fit if it does not."""
+    """The plan of a run as lines of text, with changes that make it fit if necessary."""
     if machine.is_cpu and processes > 1:
-        return ["memory: no estimate for several processes on a CPU; --gpu-memory GB plans for GPUs"]
+        return ["memory: no estimate for several processes on a CPU; use --gpu-memory GB to plan for GPUs"]
 
     def plan_of(config: Any) -> Plan:
         return on_machine(footprint(config), machine)
@@ -311,22 +311,22 @@ def described(config: Any, footprint: Callable[[Any], Plan], machine: Machine, p
 
 
 def check_state(config: Any, footprint: Callable[..., Plan], memory_gb: float, gpus: int) -> None:
-    """Refuse a run whose weights, gradients, moments and copies alone are larger than a GPU; raises UserError."""
+    """Raise UserError if weights, gradients, moments and copies alone are larger than a GPU."""
     try:
         with torch.random.fork_rng(devices=[]):  # the run draws what it would draw without a plan
             plan = footprint(config, passes=False)
     except Exception as error:  # there is no plan, or the run itself says better what is wrong
-        LOGGER.debug("the memory of the run is not checked: %s", error)
+        LOGGER.debug("the memory of the run was not checked: %s", error)
         return
     # without headroom: only a run that cannot fit at all is refused
     if plan.peak(gpus) > memory_gb * GB:
         state = dataclasses.replace(plan, unknown=("activations",))
         lines = [*shown(state, Machine("", memory_gb, gpus)), *remedies(config, footprint, memory_gb, gpus)]
-        raise UserError("\n".join(["the run is larger than the GPU, even without activations:", *lines]))
+        raise UserError("\n".join(["the run does not fit on the GPU, even without activations:", *lines]))
 
 
 def shown(plan: Plan, machine: Machine) -> list[str]:
-    """The parts as lines of text, and whether they fit; without a peak where something is unknown."""
+    """The parts as lines of text, and whether they fit; without a peak if something is unknown."""
     memory_gb, gpus = machine.memory_gb, machine.gpus
     width = max([len(part.name) for part in plan.parts], default=0)
     lines = [
@@ -336,23 +336,25 @@ def shown(plan: Plan, machine: Machine) -> list[str]:
     ]
     peak, fits = plan.peak(gpus) / GB, plan.fits(memory_gb, gpus)
     if plan.unknown:
-        short = "" if fits else f"; what is certain alone does not fit into {memory_gb:.4g} GB"
-        return [*lines, f"  no estimate of the peak, which also depends on {' and '.join(plan.unknown)}{short}"]
+        short = "" if fits else f"; even the known parts do not fit into {memory_gb:.4g} GB"
+        return [*lines, f"  no estimate of the peak, because it also depends on {' and '.join(plan.unknown)}{short}"]
     verdict = "fits into" if fits else "does not fit into"
     return [*lines, f"  {'peak':<{width}}  {peak:8.2f} GB  {verdict} {memory_gb:.4g} GB"]
 
 
 def resident_bytes() -> float:
-    """Memory of this process now."""
+    """Current memory of this process."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except (OSError, ValueError, IndexError) as error:
-        raise NoPlan("no estimate on the CPU of this system, where the memory of a process cannot be read") from error
+        raise NoPlan(
+            "no estimate for the CPU of this system, because the memory of a process cannot be read"
+        ) from error
 
 
 def remedies(config: Any, footprint: Callable[[Any], Plan], memory_gb: float, gpus: int) -> list[str]:
-    """Changes, each on top of those before, until the run fits; with their peaks."""
-    lines = ["changes, each with those before, and the peak:"]
+    """Changes, each added to the previous ones, until the run fits; with their peaks."""
+    lines = ["cumulative changes and the resulting peak:"]
     for key, value in CHANGES:
         changed = _changed(config, key, value)
         # an option that the recipe does not have, or that is set already
@@ -366,7 +368,7 @@ def remedies(config: Any, footprint: Callable[[Any], Plan], memory_gb: float, gp
         lines.append(f"  {key}={str(value).lower()}: {plan.peak(gpus) / GB:.2f} GB")
         if plan.fits(memory_gb, gpus):
             return lines
-    return [*lines, "  none of these is enough"]
+    return [*lines, "  none of these are sufficient"]
 
 
 CHANGES: Sequence[tuple[str, Any]] = (
@@ -378,7 +380,7 @@ CHANGES: Sequence[tuple[str, Any]] = (
     ("model.lora.enabled", True),
     ("model.dtype", "bfloat16"),
 )
-"""Changes that save memory, those that cost least first."""
+"""Changes that save memory, cheapest first."""
 
 
 def _changed(config: Any, key: str, value: Any) -> Any | None:
@@ -393,14 +395,14 @@ def _changed(config: Any, key: str, value: Any) -> Any | None:
 
 
 def autocast(trainer: Any) -> torch.autocast:
-    """The arithmetic of a run, for tensors without numbers."""
+    """The arithmetic of a run, for tensors without data."""
     low = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(trainer.mixed_precision)
     # enabled=False for float32, so that the context can be entered in any case
     return torch.autocast("cpu", dtype=low or torch.bfloat16, enabled=low is not None)
 
 
 class Allocations(TorchDispatchMode):
-    """Counts the storages that are made inside the context.
+    """Counts the storages created inside the context.
 
     with Allocations() as allocations:
         loss.backward()
@@ -410,18 +412,18 @@ class Allocations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.alive = 0
-        """Bytes now."""
+        """Current number of bytes."""
         self.peak = 0
-        """Most bytes so far."""
+        """Peak number of bytes so far."""
         self._seen: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def hold(self, *tensors: Tensor) -> None:
-        """Count tensors that were there before."""
+        """Count tensors that existed before."""
         for tensor in tensors:
             self._add(tensor)
 
     def restart(self) -> None:
-        """Reset the peak from here on."""
+        """Reset the peak to the current number of bytes."""
         self.peak = self.alive
 
     def __enter__(self) -> Self:
@@ -455,7 +457,7 @@ class Allocations(TorchDispatchMode):
 
 @contextlib.contextmanager
 def imagined(module: nn.Module) -> Iterator[None]:
-    """Have tensors of shapes without numbers made inside, and attention that keeps what a fused kernel keeps.
+    """Context in which tensors have shapes but no data, and attention keeps what a fused kernel keeps.
 
     Weights of the module on the meta device move to the CPU, still without numbers.
     """

@@ -43,21 +43,21 @@ from mmrl.workers.row_pool import FailureLog
 
 LOGGER = logging.getLogger("mmrl")
 PACKAGES = ("mmrl-suite", "torch", "numpy", "transformers", "diffusers", "mujoco")
-"""Packages that decide what a run computes; rollout workers must have the same versions."""
+"""Packages that affect what a run computes; rollout workers must have the same versions."""
 LIMIT = "ONEDNN_MAX_CPU_ISA"
 PROBE = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.functional.linear(x, x)"
 GROWTH = 1.25
 SLACK = 64 << 20
-"""Bytes. A process is trimmed if it holds more than GROWTH times its size after the last trim, and SLACK."""
+"""In bytes. A process is trimmed if it exceeds GROWTH times its size after the last trim, plus SLACK."""
 PRIMITIVES = 256
-"""Kernels that oneDNN keeps: more than a step of a large model needs, and a quarter of its default."""
+"""Number of kernels that oneDNN caches: more than a step of a large model needs, and a quarter of its default."""
 BUCKET_ELEMENTS = 2**24
-"""Gradient entries in one message between processes."""
+"""Number of gradient entries in one message between processes."""
 ItemT = TypeVar("ItemT")
 
 
 def make_accelerator(mixed_precision: str = "none", timeout_minutes: float = 240.0) -> Accelerator:
-    """Create the process group and pick the device, as `accelerate launch` or a plain `python` asks for."""
+    """Create the process group and pick the device, for `accelerate launch` or plain `python`."""
     # before torch multiplies anything: oneDNN reads the limit once
     if mixed_precision != "none":
         avoid_refused_instructions()
@@ -88,14 +88,14 @@ def process_device() -> torch.device:
 
 
 def machine(accelerator: Accelerator) -> dict[str, Any]:
-    """Number of processes of the run, device of this one, and the machine's name, for the log and result.json."""
+    """Number of processes of the run, device of this process, and the machine's name, for the log and result.json."""
     device = accelerator.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     return {"processes": accelerator.num_processes, "device": name, "host": socket.gethostname()}
 
 
 def versions() -> dict[str, str]:
-    """Versions of the packages that decide what a process computes, as far as they are installed."""
+    """Versions of the installed packages that affect what a process computes."""
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -104,7 +104,7 @@ def versions() -> dict[str, str]:
 
 
 def leave(code: int = 0) -> None:
-    """End this process at once if it is one of several, else do nothing; call it when all work is on disk.
+    """Exit immediately if this is one of several processes, else do nothing; call it when all work is on disk.
 
     With gloo a communication thread may outlive the interpreter, whose teardown then aborts about one run in ten
     ("terminate called without an active exception", torch 2.13), after everything has succeeded.
@@ -118,7 +118,7 @@ def leave(code: int = 0) -> None:
 
 @functools.cache
 def avoid_refused_instructions() -> None:
-    """Keep low-precision arithmetic on the CPU from ending the process.
+    """Prevent low-precision arithmetic on the CPU from crashing the process.
 
     Some virtual machines announce AMX instructions and then refuse them. Whether this is one of them is tried in a
     separate process, before the first product here; if so, oneDNN is set up to do without. A limit that the user has
@@ -130,7 +130,9 @@ def avoid_refused_instructions() -> None:
     probe = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, check=False)
     if probe.returncode == -signal.SIGILL:
         os.environ[LIMIT] = "AVX512_CORE_BF16"
-        LOGGER.warning("this machine announces AMX instructions but refuses them; %s=%s", LIMIT, os.environ[LIMIT])
+        LOGGER.warning(
+            "this machine announces AMX instructions but does not execute them; using %s=%s", LIMIT, os.environ[LIMIT]
+        )
 
 
 def _announces_amx() -> bool:
@@ -139,21 +141,21 @@ def _announces_amx() -> bool:
 
 
 def shard(items: Sequence[ItemT], accelerator: Accelerator) -> list[ItemT]:
-    """This process's share of `items`: every world-size-th one, starting at its rank."""
+    """This process's fraction of `items`: every world-size-th one, starting at its rank."""
     # strided and not in blocks, so that any number of tasks is spread evenly
     return list(items[accelerator.process_index :: accelerator.num_processes])
 
 
 def check_shares(name: str, count: int) -> None:
-    """Refuse a count that the processes of the run cannot share evenly; raises UserError."""
+    """Raise UserError for a count that cannot be divided evenly among the processes of the run."""
     # asked of torch, so that callers need no accelerator
     processes = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
     if count % processes:
-        raise UserError(f"{name} is {count}; with {processes} processes it must be a multiple of that")
+        raise UserError(f"{name} is {count}; with {processes} processes it must be a multiple of {processes}")
 
 
 def sum_over_processes(values: Mapping[str, float]) -> dict[str, float]:
-    """Sum numbers over all processes by name; every process calls it, and their names may differ."""
+    """Sum numbers over all processes by name; all processes must call it, and names may differ."""
     total: Counter[str] = Counter()
     # Counter.update adds, where a plain dictionary would replace
     for part in from_all(dict(values)):
@@ -162,7 +164,7 @@ def sum_over_processes(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def all_ranks(flag: bool, accelerator: Accelerator) -> bool:
-    """Whether `flag` holds on every process."""
+    """Whether `flag` is true in every process."""
     if accelerator.num_processes == 1:
         return flag
     # a tensor, because gather of objects would pickle one bit
@@ -171,7 +173,7 @@ def all_ranks(flag: bool, accelerator: Accelerator) -> bool:
 
 
 def from_all(mine: ItemT) -> list[ItemT]:
-    """Gather a value from every process, in order of rank; every process must call it."""
+    """Gather a value from every process, in rank order; all processes must call it."""
     return [mine] if PartialState().num_processes == 1 else list(gather_object([mine]))
 
 
@@ -183,7 +185,7 @@ def merge_lists(items: list[ItemT], accelerator: Accelerator) -> list[ItemT]:
 
 
 def share_weights(module: nn.Module, accelerator: Accelerator) -> None:
-    """Give every process the weights of the first one."""
+    """Copy the weights of the first process to all processes."""
     if accelerator.num_processes > 1:
         for tensor in (*module.parameters(), *module.buffers()):
             # integer buffers such as position ids follow from the configuration
@@ -192,14 +194,14 @@ def share_weights(module: nn.Module, accelerator: Accelerator) -> None:
 
 
 def merge_in_order(items: Sequence[tuple[Any, ItemT]]) -> list[ItemT]:
-    """Join the items of all processes in the order of their keys, which no two processes share."""
+    """Join the items of all processes in the order of their keys, which must be unique."""
     # in the order of one process: float sums over them must not depend on who has which item
     found = list(items) if PartialState().num_processes == 1 else gather_object(list(items))
     return [item for _, item in sorted(found, key=lambda entry: entry[0])]
 
 
 def sum_gradients(parameters: Sequence[nn.Parameter], accelerator: Accelerator) -> None:
-    """Replace each gradient by its sum over all processes; losses are divided by counts over all of them."""
+    """Replace each gradient by its sum over all processes; losses are divided by counts over all processes."""
     if accelerator.num_processes == 1:
         return
     # a weight that only one process has used still has to be summed by all
@@ -240,11 +242,11 @@ def deal(
     accelerator: Accelerator,
     places: Sequence[int] | None = None,
 ) -> list[Tensor]:
-    """Cut the items of all processes into parts, in the random order in which one process would.
+    """Split the items of all processes into parts, in the random order that a single process would use.
 
     Args:
         sizes: Items of each of this process's tasks.
-        parts: Wanted number of parts; fewer come back where there are fewer items.
+        parts: Wanted number of parts; fewer come back if there are fewer items.
         generator: CPU generator, the same on every process.
         accelerator: The processes.
         places: Rising places of these tasks among those of all processes; by default every world-size-th one, as in
@@ -313,35 +315,35 @@ def stream_seed(seed: int, *purpose: int | str) -> int:
 
 
 def make_generator(seed: int, *purpose: int | str) -> torch.Generator:
-    """CPU generator of one named stream, see `stream_seed`."""
+    """CPU generator of one named stream; see `stream_seed`."""
     return torch.Generator().manual_seed(stream_seed(seed, *purpose))
 
 
 @dataclass(frozen=True)
 class Streams:
-    """Random streams of the tasks of a step: each follows from a seed and from the task's place in the step.
+    """Random streams of the tasks of a step, each determined by a seed and the task's position in the step.
 
-    So a task draws the same numbers in any process, and together with any other tasks.
+    A task therefore draws the same numbers in any process and together with any other tasks.
     """
 
     seed: int
     """Seed of the run, the step and the attempt, from `stream_seed`."""
     places: Sequence[int] = range(2**31)
-    """Place in the step of each task; the tasks are the first ones by default."""
+    """Position in the step of each task; by default, the tasks are the first ones."""
     draw: int = 0
     """Number of the draw of tasks within the step."""
 
     def of(self, task: int, *purpose: int | str) -> torch.Generator:
-        """A generator of one task."""
+        """The generator of one task."""
         # by the place in the step and not by the position in `tasks`, which depends on the number of processes
         return make_generator(self.seed, *purpose, "task", self.places[task])
 
     def shared(self, *purpose: int | str) -> torch.Generator:
-        """A generator of the whole step, the same for every task."""
+        """The generator of the whole step, the same for every task."""
         return make_generator(self.seed, *purpose, "step")
 
     def stack(self, tasks: int, draw: Callable[[torch.Generator], Tensor], *purpose: int | str) -> Tensor:
-        """The draws of each of the first tasks, one after the other along the first dimension."""
+        """The draws of each of the first tasks, concatenated along the first dimension."""
         # one generator a task: a single one would make draws depend on the tasks before
         return torch.cat([draw(self.of(task, *purpose)) for task in range(tasks)])
 
@@ -350,7 +352,7 @@ class Streams:
         return self.stack(tasks, lambda generator: torch.rand(size, generator=generator), purpose)
 
     def seeds(self, tasks: int, *size: int, purpose: str = "") -> Tensor:
-        """Seeds for further draws of each of the first tasks, (tasks * size[0], ...) int64."""
+        """Seeds for additional draws of each of the first tasks, (tasks * size[0], ...) int64."""
         return self.stack(tasks, lambda generator: torch.randint(2**62, size, generator=generator), purpose)
 
     def select(self, tasks: Sequence[int]) -> Streams:
@@ -358,19 +360,19 @@ class Streams:
         return Streams(self.seed, [self.places[task] for task in tasks], self.draw)
 
     def of_groups(self, rollouts: Rollouts) -> Streams:
-        """The streams of the tasks of groups that hold their places; see `noted`."""
+        """The streams of the tasks of groups that record their positions; see `noted`."""
         places = rollouts.places
         assert places is not None
         return Streams(self.seed, places, self.draw)
 
     def noted(self, rollouts: Rollouts) -> Rollouts:
-        """Rollouts of these tasks, a group each, that hold the tasks' places."""
+        """Rollouts of these tasks, one group each, with the tasks' positions recorded."""
         # the rows of a group share its task
         places = torch.tensor(self.places[: rollouts.num_groups])[rollouts.host.group]
         return rollouts.replace(extras=rollouts.extras | {PLACE: to_device(places, rollouts.mask.device)})
 
     def among(self, tasks: Sequence[object], kept: Sequence[object]) -> Streams:
-        """The streams of those objects among the tasks that were kept, in their order."""
+        """The streams of the tasks that were kept, in their order."""
         # by identity: equal tasks may be drawn twice; one iterator, so `kept` has to be in the order of `tasks`
         numbered = enumerate(tasks)
         return self.select([next(number for number, task in numbered if task is one) for one in kept])
@@ -420,7 +422,7 @@ def _as_uint32(keys: Tensor) -> np.ndarray:
 
 
 class HeapTrimmer:
-    """Gives free pages of the heap back to the system whenever the process has grown; elsewhere than glibc, nothing."""
+    """Returns free heap pages to the system when the process has grown; has no effect without glibc."""
 
     def __init__(self, *, enabled: bool = True) -> None:
         # looked up once: trim() is called several times a step
@@ -428,7 +430,7 @@ class HeapTrimmer:
         self._left = 0.0
 
     def trim(self) -> bool:
-        """Trim if the process has grown by more than a quarter since the last time; returns whether it did.
+        """Trim if the process has grown by more than a quarter since the last trim; returns whether it trimmed.
 
         Source: glibc, malloc_trim(3).
         """
@@ -441,7 +443,7 @@ class HeapTrimmer:
 
 
 def limit_primitive_cache() -> None:
-    """Have oneDNN keep fewer kernels; without effect once it has computed something, or if the user set a number.
+    """Make oneDNN cache fewer kernels; has no effect after its first computation, or if the user set a number.
 
     Source: oneDNN developer guide, "Primitive Cache".
     """
@@ -471,7 +473,7 @@ class Counted(Protocol):
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Failures since they were made, by kind."""
+        """Failures since the environments were created, by kind."""
         ...
 
 
@@ -483,7 +485,7 @@ class InProcesses(Protocol):
     """Failures with their tracebacks."""
 
     def memory_mb(self) -> float:
-        """Memory in 10^6 bytes of the largest process, including its children."""
+        """Memory of the largest process including its children, in 10^6 bytes."""
         ...
 
 
@@ -499,7 +501,7 @@ class SimCounts(Mapping[str, int]):
             sim.failures.folder = run_dir / "failures"
 
     def update(self, counts: Mapping[str, int]) -> None:
-        """Add what the environments of rollout workers and of other processes have counted."""
+        """Add the counts of environments in rollout workers and other processes."""
         self._elsewhere.update(counts)
 
     def __getitem__(self, name: str) -> int:
@@ -520,7 +522,7 @@ class SimCounts(Mapping[str, int]):
         return found
 
     def state_dict(self) -> dict[str, int]:
-        """Totals since the run began, for a checkpoint."""
+        """Totals since the start of the run, for a checkpoint."""
         return {name: self._before.get(name, 0) + count for name, count in self.items()}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:

@@ -138,7 +138,7 @@ class RayWorker(RolloutWorker):
 
 
 class RayCrew:
-    """Actors by number; a lost one is killed, in case it was only unreachable."""
+    """Actors by number; lost actors are killed in case they were only unreachable."""
 
     def __init__(self, job: bytes, options: RollersConfig, raylet: str = "") -> None:
         import ray
@@ -181,7 +181,7 @@ class RayCrew:
         self._waiting[actor.work_at.remote(self.numbers, self.references, pickle.dumps(unit))] = worker
 
     def wait(self) -> tuple[int, Hello | NotStarted | UnitOutcome | Raised | Lost]:
-        """Wait for the next answer."""
+        """Wait for the next reply."""
         began = time.monotonic()
         while True:
             # polls, since a lost machine or a call of `interrupt` does not end the wait
@@ -475,8 +475,8 @@ def _advise(recipe: Recipe[Any, Any]) -> None:
     # a ratio or a correction would weigh stale samples
     if "logp_rollout" not in recipe.objective.needs and not recipe.keeps_sampled_logp:
         LOGGER.info(
-            "rollers.overlap updates on samples that are one update old; trainer.old_logp=sampler or a correction of "
-            "the objective weighs them by how likely they have become"
+            "rollers.overlap uses samples that are one update old; trainer.old_logp=sampler or an "
+            "objective.correction accounts for the change of their probability"
         )
 
 
@@ -494,8 +494,8 @@ def check_processes(options: RollersConfig, accelerator: Accelerator) -> None:
     hosts = list(dict.fromkeys(merge_lists([socket.gethostname()], accelerator)))
     if len(hosts) > 1 and not options.address:
         raise UserError(
-            f"the run has processes on {', '.join(hosts)}, and a Ray that it starts itself is only on {hosts[0]}; run "
-            "`ray start` on all of them and set rollers.address=auto"
+            f"the run has processes on {', '.join(hosts)}, but a Ray that it starts itself only runs on "
+            f"{hosts[0]}; run `ray start` on all of them and set rollers.address=auto"
         )
 
 
@@ -516,13 +516,13 @@ def start_ray(cores: float) -> RayLink:
     # more than there are, if the user asks for it: Ray counts cores and does not bind them
     cores = max(os.cpu_count() or 1, math.ceil(cores))
     _keep_to_loopback()
-    with _connecting("Ray that was to start on this machine") as ray:
+    with _connecting("Ray instance on this machine") as ray:
         # local: not a cluster that happens to run on this machine
         context = ray.init(address="local", num_cpus=cores, include_dashboard=False, **QUIET)
     link = _link(context, owned=True)
     if not _is_loopback(link.gcs):
         LOGGER.warning(
-            "Ray listens at %s, for other machines too, since it was imported before the run; set %s=0 in the "
+            "Ray listens at %s, also for other machines, because it was imported before the run; set %s=0 in the "
             "environment, or import ray later",
             link.gcs,
             LOOPBACK,
@@ -616,6 +616,6 @@ def _pickled(job: WorkerJob) -> bytes:
         return pickle.dumps(job)
     except Exception as error:
         raise UserError(
-            f"the run cannot be sent to workers: {type(error).__name__}: {error}; name policy and simulator in the "
-            "configuration instead of giving them as objects, or use rollers.engine=local"
+            f"the run cannot be sent to workers: {type(error).__name__}: {error}; set policy and simulator by "
+            "name in the configuration instead of passing objects, or use rollers.engine=local"
         ) from error

@@ -1,4 +1,4 @@
-"""A small process beside a run that samples in Ray, for a training process that Ray ends without a word.
+"""A small process next to a run that samples in Ray, in case Ray ends the training process without a message.
 
     python -I -S ray_sentinel.py '{"raylet": SOCKET, "gcs": HOST:PORT, "host": HOST, "resume": COMMAND}'
 
@@ -17,11 +17,11 @@ import socket
 import sys
 
 WAIT_S = 2.0
-"""Seconds within which a service on the network has to accept a connection."""
+"""Seconds within which a network service must accept a connection."""
 LOOK_S = 5.0
-"""Seconds between two looks at the cluster's state process, which Ray waits a minute for."""
+"""Seconds between two checks of the cluster's state process, for which Ray waits a minute."""
 EXITING = 0x4
-"""Flag of a process of Linux that has begun to exit, in the seventh field after the name in /proc/PID/stat."""
+"""Flag of a Linux process that has begun to exit, in the seventh field after the name in /proc/PID/stat."""
 
 
 def is_lost(address: str) -> bool:
@@ -39,7 +39,7 @@ def is_lost(address: str) -> bool:
 
 
 def is_exiting(process: int) -> bool:
-    """Whether a process is on its way out, or gone."""
+    """Whether a process is exiting or gone."""
     try:
         with open(f"/proc/{process}/stat", "rb") as file:
             fields = file.read().rpartition(b")")[2].split()
@@ -49,7 +49,7 @@ def is_exiting(process: int) -> bool:
 
 
 def watch(raylet: str, gcs: str) -> str:
-    """Cause of the end of the training process; empty if it ended by itself."""
+    """Cause of the end of the training process; empty if it ended normally."""
     training, lost, sure = os.getppid(), "", False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.connect(raylet)
@@ -65,12 +65,12 @@ def watch(raylet: str, gcs: str) -> str:
         return ""
     if sure:
         return f"Ray's {lost} has died (killed, or out of memory), and Ray has ended the training process"
-    together = ", or a process of Ray was and took it along" if lost else ""
+    together = ", or a process of Ray was killed and ended it, too" if lost else ""
     return f"the training process was killed{together}"
 
 
 def main(job: dict[str, str]) -> None:
-    """Print a line at the end of a training process that had no chance to print one."""
+    """Print a final line for a training process that could not print one itself."""
     # the keyboard's signals go to the training process too, which then ends by itself
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

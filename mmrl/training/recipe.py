@@ -52,7 +52,7 @@ class Step:
 
 
 class NoUsableTasksError(RunError):
-    """No task of a draw could be used, so others are drawn; `rollouts` are kept if another unit has usable tasks."""
+    """No task of a draw could be used, so new tasks are drawn; `rollouts` are kept if another unit has usable tasks."""
 
     def __init__(self, message: str, rollouts: Rollouts | None = None) -> None:
         super().__init__(message)
@@ -232,7 +232,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     @property
     def model_kind(self) -> str:
-        """Kind of the trained model for people, such as "language model"; empty where the recipe's name says it."""
+        """Readable kind of the trained model, such as "language model"; empty if clear from the recipe's name."""
         return str(getattr(self.policy, "model_kind", ""))
 
     @property
@@ -292,7 +292,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return [scored_record(rollouts, row, **about) for row, about in shown.items() if about is not None]
 
     def describe_row(self, rollouts: Rollouts, row: int) -> dict[str, Any] | None:
-        """What the report shows of a row besides its reward and advantage: fields of `SampleRecord`, or None."""
+        """What the report shows of a row in addition to its reward and advantage: fields of `SampleRecord`, or None."""
         return None
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
@@ -316,10 +316,10 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
             term.load_state_dict(state["terms"][term.name])
 
     def save_parts(self, folder: Path) -> None:
-        """Write additional weights into a checkpoint for use outside the run; a resume reads `state_dict` instead."""
+        """Write additional weights into a checkpoint for use outside the run; resuming reads `state_dict` instead."""
 
     def data_digest(self) -> str:
-        """Digest of the training tasks' contents, by which a resume detects different data."""
+        """Digest of the training tasks' contents, used to detect different data when resuming."""
         # of the contents: a file may be edited and keep its name and length
         return content_digest(self.train_tasks)
 
@@ -329,7 +329,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         raise UserError(f"{cls.__name__} has no export; the saved model is in {checkpoint}/model")
 
     def close(self) -> None:
-        """Close what is open."""
+        """Close everything that is open."""
         self.opened.close()
 
     def _stateful(self) -> dict[str, Stateful]:
@@ -338,7 +338,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
 @contextmanager
 def opening(opened: ExitStack) -> Iterator[ExitStack]:
-    """Open the parts of a recipe; if one of them is refused, those before it are closed."""
+    """Open the parts of a recipe; if one of them fails, the parts opened before it are closed."""
     try:
         yield opened
     except BaseException:  # a dry run ends here as well, see `mmrl.runs.dry_run`
@@ -353,14 +353,14 @@ def reward_state(config: BaseRunConfig, tasks: Sequence[Any], step: Step) -> Tra
 
 
 class Sampler(Protocol[WeightsT, AskedT, SamplesT]):
-    """Draws samples: from the policy in this process, from an inference engine, or from workers on other machines.
+    """Draws samples from the policy in this process, from an inference engine, or from workers on other machines.
 
-    A recipe calls `load` before it samples in each step and never looks behind the protocol, so that the engine can be
-    exchanged without a change to the recipe.
+    A recipe calls `load` before it samples in each step and only uses this protocol, so that the engine can be replaced
+    without changing the recipe.
     """
 
     def load(self, weights: WeightsT, version: int) -> None:
-        """Sample with these weights from now on."""
+        """Use these weights for sampling from now on."""
         ...
 
     def close(self) -> None:
@@ -518,7 +518,7 @@ def with_terms(output: LossOutput, found: Sequence[TermLoss]) -> LossOutput:
 def score_in_chunks(
     scorer: Scorer, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str], micro_batch: int
 ) -> PolicyOutputs:
-    """Outputs (B, T) of a policy without gradient, in chunks of rows (0 = all at once).
+    """Outputs (B, T) of a policy without gradient, in chunks of rows (0 = all rows together).
 
     Rows without a decision under the mask do not pass the policy; their outputs are 0.
     """

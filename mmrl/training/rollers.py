@@ -196,7 +196,8 @@ def rolled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> Ro
             if len(asked) != len(unit.tasks):
                 # streams belong to the places of tasks
                 raise ValueError(
-                    f"stage '{stage.name}' returned {len(asked)} tasks for {len(unit.tasks)}; return one each"
+                    f"stage '{stage.name}' returned {len(asked)} tasks for {len(unit.tasks)}; it must return one "
+                    "per task"
                 )
         try:
             return changed(recipe.rollout(policy, asked, streams, step))
@@ -222,8 +223,9 @@ def placed(rollouts: Rollouts, unit: Unit, recipe: Recipe[Any, Any]) -> Rollouts
     # an adaptive order counts results by task, and cannot tell which ones are missing
     if rollouts.num_groups != len(unit.tasks) and not recipe.supervised and recipe.objective_state.blocks:
         raise RunError(
-            f"the rollout of {len(unit.tasks)} tasks has {rollouts.num_groups} groups, and '{recipe.objective.name}' "
-            "remembers tasks: a recipe that leaves some out returns streams.among(tasks, kept).noted(rollouts)"
+            f"the rollout of {len(unit.tasks)} tasks has {rollouts.num_groups} groups, but "
+            f"'{recipe.objective.name}' tracks tasks: a recipe that skips tasks must return streams.among(tasks, "
+            "kept).noted(rollouts)"
         )
     return unit.streams.noted(rollouts)
 
@@ -250,7 +252,7 @@ def joined(outcomes: Sequence[UnitOutcome]) -> Rollouts:
 
 @dataclass(frozen=True)
 class Hello:
-    """Answer of a worker that is ready."""
+    """Reply of a worker that is ready."""
 
     host: str
     device: str
@@ -258,14 +260,14 @@ class Hello:
 
 @dataclass(frozen=True)
 class NotStarted:
-    """Answer of a worker that cannot start."""
+    """Reply of a worker that cannot start."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker is gone, and its work with it."""
+    """A worker is gone, and its work is lost."""
 
     reason: str
 
@@ -282,28 +284,28 @@ class Crew(Protocol):
     """The numbered workers of an engine."""
 
     def start(self) -> int:
-        """Start a worker in the background; it answers with Hello, NotStarted or Lost."""
+        """Start a worker in the background; it replies with Hello, NotStarted or Lost."""
         ...
 
     def ask(self, worker: int) -> None:
-        """Ping a worker; the answer is Hello, or Lost if it is gone."""
+        """Ping a worker; the reply is Hello, or Lost if it is gone."""
         ...
 
     def send(self, worker: int, unit: Unit | TrialUnit) -> None:
-        """Send a unit to a worker; the answer is an UnitOutcome, Raised or Lost."""
+        """Send a unit to a worker; the reply is a UnitOutcome, Raised or Lost."""
         ...
 
     def wait(self) -> tuple[int, Hello | NotStarted | UnitOutcome | Raised | Lost]:
-        """Wait for the next answer and return it with its worker's number; lost workers are removed."""
+        """Wait for the next reply and return it with its worker's number; lost workers are removed."""
         ...
 
 
 TRIES = 3
-"""Workers that may be lost over the same tasks before the step continues without these tasks."""
+"""Number of workers that may be lost on the same tasks before the step continues without these tasks."""
 
 
 class Dealer:
-    """Hands out units in order to workers that have answered, and units of lost workers to others.
+    """Hands out units in order to workers that have replied, and units of lost workers to others.
 
     Args:
         crew: the workers.
@@ -318,7 +320,7 @@ class Dealer:
         # free workers in the order in which they became free
         self._free: deque[int] = deque()
         self._in_vain = 0
-        """Workers lost in a row without any answer in between."""
+        """Workers lost in a row without any reply in between."""
         self.again = 0
         """Units that were repeated."""
         # all at once, since starting one takes as long as loading the model
@@ -326,7 +328,7 @@ class Dealer:
             crew.start()
 
     def start(self) -> Hello:
-        """Wait for the first worker; raises UserError if it refuses, RunError if none starts."""
+        """Wait for the first worker; raises UserError if it cannot start, RunError if no worker starts."""
         while True:
             worker, answer = self._crew.wait()
             if isinstance(answer, Hello):
@@ -392,15 +394,15 @@ class Dealer:
         # all workers at once may be lost with a machine; more in a row means that none can live
         if self._in_vain >= self._size + self._tries:
             raise RunError(f"{self._in_vain} rollout workers in a row were lost; the last one: {answer.reason}")
-        LOGGER.warning("a rollout worker was lost and another one takes its place: %s", answer.reason)
+        LOGGER.warning("a rollout worker was lost and is being replaced: %s", answer.reason)
         self._crew.start()
         while self._free:  # those on the same machine may have gone too: work goes to workers that have answered
             self._crew.ask(self._free.popleft())
 
 
 def _given_up(unit: Unit | TrialUnit, times: int, answer: Any) -> UnitOutcome:
-    reason = f"{times} rollout workers were lost over the same tasks; the last one: {answer.reason}"
+    reason = f"{times} rollout workers were lost on the same tasks; the last one: {answer.reason}"
     whole = "evaluation" if isinstance(unit, TrialUnit) else "step"
     # the step goes on with the tasks that are left
-    LOGGER.error("the %s goes on without %d of its tasks: %s", whole, len(unit.tasks), reason)
+    LOGGER.error("the %s continues without %d of its tasks: %s", whole, len(unit.tasks), reason)
     return UnitOutcome(error=RunError(reason), lost=True)

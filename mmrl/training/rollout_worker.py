@@ -31,7 +31,7 @@ from mmrl.workers import given
 LOGGER = logging.getLogger("mmrl")
 OF_A_RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK")
 SENT = ("failures", "videos")
-"""Folders of a run that workers write to."""
+"""Subfolders of a run that workers write to."""
 Weights = Mapping[str, tuple[np.ndarray, torch.dtype]]
 """Bytes (uint8) and type of trained parameters by name."""
 
@@ -53,11 +53,11 @@ def _as_bytes(weight: Tensor) -> np.ndarray:
 
 @torch.no_grad()
 def load_weights(policy: nn.Module, weights: Weights) -> None:
-    """Copy weights into a policy, which takes on their types; raises RunError if the names of the weights differ."""
+    """Copy weights into a policy, which adopts their types; raises RunError if the names of the weights differ."""
     own = _trained(policy)
     # names that only one side has: another LoRA rank or another frozen layer would go unnoticed
     if different := sorted(own.keys() ^ weights.keys()):
-        raise RunError(f"a worker trains other weights than the training process: {', '.join(different[:4])}")
+        raise RunError(f"a worker trains different weights from the training process: {', '.join(different[:4])}")
     for name, (content, kind) in weights.items():
         if own[name].dtype != kind:  # such as whole weights in bfloat16 of parts in float32
             own[name].data = own[name].data.to(kind)
@@ -66,7 +66,7 @@ def load_weights(policy: nn.Module, weights: Weights) -> None:
 
 
 def checksum(policy: nn.Module, *, trained: bool) -> int:
-    """Sum of the bits of the trained or of the frozen parameters; fast rather than safe against intent."""
+    """Sum of the bits of the trained or the frozen parameters; fast, but not secure against manipulation."""
     total = 0
     for number, weight in enumerate(policy.parameters()):
         # trained weights change every step, frozen ones are compared once
@@ -80,7 +80,7 @@ def checksum(policy: nn.Module, *, trained: bool) -> int:
 
 
 def begin_notes(recipe: Recipe[Any, Any]) -> dict[str, Counter[str]]:
-    """Counts as they are before a unit; lists are emptied."""
+    """Counts before a unit; lists are emptied."""
     # what is noted after this belongs to the next unit
     recipe.noted.clear()
     recipe.extra_samples = 0
@@ -103,7 +103,7 @@ def notes_since(recipe: Recipe[Any, Any], before: Mapping[str, Counter[str]]) ->
 
 
 def add_notes(recipe: Recipe[Any, Any], found: Mapping[str, Any]) -> None:
-    """Add what a unit has noted in a worker."""
+    """Add what a unit has recorded in a worker."""
     for name, each in recipe.added.items():
         if isinstance(each, MutableSequence):
             each.extend(found[name])
@@ -118,22 +118,22 @@ def add_notes(recipe: Recipe[Any, Any], found: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class WorkerJob:
-    """A worker's recipe, and what must be the same as in the training process."""
+    """A worker's recipe, and the state that must match the training process."""
 
     entry: Any
     """Row of `mmrl.recipes.RECIPES`."""
     config: Any
     folder: str
-    """Working directory, which paths of the configuration are relative to."""
+    """Working directory to which paths of the configuration are relative."""
     versions: Mapping[str, str]
     frozen: int
     """Checksum of the weights that are not trained."""
     objects: Mapping[str, bytes] = field(default_factory=dict)
-    """Objects of the program that started the run, see `mmrl.workers.given`."""
+    """Objects of the program that started the run; see `mmrl.workers.given`."""
 
 
 class RolloutWorker:
-    """A copy of a recipe that samples and scores; it knows neither optimiser nor run folder."""
+    """A copy of a recipe that samples and scores, without optimiser or run folder."""
 
     def __init__(self) -> None:
         self._recipe: Recipe[Any, Any] | None = None
@@ -172,9 +172,14 @@ class RolloutWorker:
             # other versions may compute other numbers, and nothing else would show it
             if here.get(name) != version:
                 own = here.get(name, "none")
-                return NotStarted(f"the worker on {host} has {name} {own}, the training process {version}; install one")
+                return NotStarted(
+                    f"the worker on {host} has {name} {own}, but the training process has {version}; install the "
+                    "same version"
+                )
         if not Path(job.folder).is_dir():
-            return NotStarted(f"the worker on {host} has no folder {job.folder}, in which the run was started")
+            return NotStarted(
+                f"the worker on {host} does not have the folder {job.folder}, in which the run was started"
+            )
         # paths of the configuration are relative to where the run was started
         os.chdir(job.folder)
         given.receive(job.objects)
@@ -198,8 +203,9 @@ class RolloutWorker:
         # rows from a base model that differs would be trained on without anyone noticing
         if checksum(policy, trained=False) != job.frozen:
             return NotStarted(
-                f"the model on {host} has other frozen weights than that of the training process, though it was built "
-                "from the same configuration; is there another model in its folder?"
+                f"the model on {host} has different frozen weights from the model of the training process, "
+                "although it was built from the same configuration; check whether its folder contains a "
+                "different model"
             )
         policy.to(device)
         # no dropout while sampling
@@ -207,20 +213,20 @@ class RolloutWorker:
         return self.answer()
 
     def answer(self) -> Hello:
-        """Say that it is there."""
+        """Reply that the worker is ready."""
         assert self._accelerator is not None
         return Hello(socket.gethostname(), str(self._accelerator.device))
 
     def load(self, weights: Weights, expected: int) -> None:
-        """Take over the weights of a step, whose checksum is known."""
+        """Load the weights of a step and verify their checksum."""
         assert self._recipe is not None
         load_weights(self._recipe.policy, weights)
         # weights travel through shared memory and over the network
         if checksum(self._recipe.policy, trained=True) != expected:
-            raise RunError(f"the weights of a step have arrived damaged in the worker on {socket.gethostname()}")
+            raise RunError(f"the weights of a step were damaged on the way to the worker on {socket.gethostname()}")
 
     def load_state(self, state: Any, stages: Mapping[str, Any]) -> None:
-        """Take over what sampling reads of the run besides weights: the recipe's own state and that of its stages."""
+        """Load what sampling needs besides weights: the recipe's own state and that of its stages."""
         assert self._recipe is not None
         if state is not None:
             self._recipe.load_rollout_state(state)

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("mmrl")
 WRITE_REPORT = "mmrl.report.page:write_report"
-"""Named, not imported: the report reads runs and is in a layer above training."""
+"""Given by name and not imported, because the report is in a layer above training."""
 
 
 def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool = False) -> Path:
@@ -97,7 +97,7 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
         if found := describe(accelerator, run_dir):
             LOGGER.info("%s", found)
         if accelerator.is_main_process and changed:
-            LOGGER.warning("resuming with other settings than before: %s", _listed(changed))
+            LOGGER.warning("resuming with different settings than before: %s", _listed(changed))
         try:
             _train(entry, recipe, config, accelerator, watch, logged, resume=resume, from_last_good=from_last_good)
         except OSError as error:
@@ -110,7 +110,7 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
 
 
 def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, float]:
-    """Measure a model on the configuration's held-out splits; the results are added to `config.output_dir`."""
+    """Evaluate a model on the configuration's held-out splits; the results are added to `config.output_dir`."""
     from mmrl.training.ray_rollers import open_rollers
 
     # before the model is loaded: a read-only folder would only fail at the end
@@ -249,7 +249,7 @@ def _read_alone(entry: Any, held_out: Mapping[str, Any]) -> list[str]:
 
 @contextmanager
 def open_evaluation(entry: Any, config: Any, folder: Path | None) -> Iterator[tuple[Any, Accelerator, Step]]:
-    """The recipe of an evaluation with the policy of a checkpoint, or of the configuration, and the step it has."""
+    """The recipe of an evaluation with the policy of a checkpoint or of the configuration, and its step."""
     from mmrl.runs.checkpoint import Checkpoints
     from mmrl.training.recipe import Step
 
@@ -298,7 +298,7 @@ def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Pa
     # a finished run is not repeated, even if its settings have changed since
     if read_result(run_dir).get("status") in FINISHED:
         if changed := _changed_settings(run_dir, options):
-            LOGGER.warning("%s is finished and kept, with other settings: %s", run_dir, _listed(changed))
+            LOGGER.warning("%s has already finished with different settings and is kept: %s", run_dir, _listed(changed))
         return run_dir
     return train(entry, options, resume=has_begun(run_dir))
 
@@ -309,7 +309,7 @@ def read_result(run_dir: Path) -> dict[str, Any]:
     try:
         return read_json_object(path) if path.is_file() else {}
     except UserError as error:
-        raise UserError(f"{error}; delete it and resume the run to have it again") from error
+        raise UserError(f"{error}; delete it and resume the run to create it again") from error
 
 
 def last_model(run_dir: Path) -> Path:
@@ -368,7 +368,7 @@ def _start_from_checkpoint(config: Any, folder: Path) -> None:
     # a hub id is not a path, and is left to transformers
     missing = isinstance(path, str) and path and not model_folder(path).exists()
     if missing and getattr(model, "build", None) is None and folder.is_dir():
-        LOGGER.info("model.path %s is not here; starting from %s", path, folder)
+        LOGGER.info("model.path %s does not exist; starting from %s", path, folder)
         model.path = str(folder)  # type: ignore[union-attr]
 
 
@@ -442,12 +442,12 @@ def _check_folder(run_dir: Path, resume: bool) -> None:
     if has_begun(run_dir) and not resume:
         # a run that was stopped before its first checkpoint has nothing to lose
         saved = any((run_dir / "checkpoints").glob("step-*"))
-        hint = "add --resume to continue it" if saved else "it has no checkpoint yet: --resume starts it again"
+        hint = "add --resume to continue it" if saved else "it has no checkpoint yet: --resume restarts it"
         raise UserError(
-            f"{run_dir} already holds a run; {hint}, or choose another output_dir=..., or delete the folder"
+            f"{run_dir} already contains a run; {hint}, choose another output_dir=..., or delete the folder"
         )
     if resume and not has_begun(run_dir) and not (run_dir / "config.yaml").is_file():
-        raise UserError(f"nothing to resume: {run_dir} holds no run")
+        raise UserError(f"nothing to resume: {run_dir} does not contain a run")
 
 
 def _changed_settings(run_dir: Path, config: Any) -> dict[str, tuple[Any, Any]]:
@@ -466,7 +466,9 @@ def _changed_settings(run_dir: Path, config: Any) -> dict[str, tuple[Any, Any]]:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     new = _flat(to_container(config))
     if old.get("recipe") != new["recipe"]:
-        raise UserError(f"{run_dir} is a run of recipe '{old.get('recipe')}', '{new['recipe']}' cannot continue it")
+        raise UserError(
+            f"{run_dir} is a run of recipe '{old.get('recipe')}' and cannot be continued with '{new['recipe']}'"
+        )
     try:
         without_fixed(config, stored)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Saving a run and resuming it bit for bit, and remembering its best checkpoint."""
+"""Save a run, resume it bit for bit, and keep track of its best checkpoint."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from mmrl.workers.interpreters import model_folder
 
 LOGGER = logging.getLogger("mmrl")
 LARGEST_SHARE = 0.05
-"""Largest share of the run's time that timed checkpoints may take; slow ones are written less often."""
+"""Maximum fraction of the run's time for timed checkpoints; slow checkpoints are written less often."""
 
 
 class RunSaver:
@@ -58,16 +58,16 @@ class RunSaver:
         self.log = log
         self.checkpoints = Checkpoints(run_dir / "checkpoints", config.checkpoint.keep)
         self.evaluation_pending = False
-        """Whether the run was stopped after a step and before the evaluation that is due there."""
+        """Whether the run was stopped after a step, before the evaluation due at that step."""
         self._saved_at: int | None = None
-        """Step of the last checkpoint that was written or tried."""
+        """Step of the last checkpoint that was written or attempted."""
         self._waits_since = time.monotonic()
         self._write_s = 0.0
         self._start_digest: str | None = None
-        """Digest of the frozen reference where a resume loads its weights again from `model.path`."""
+        """Digest of the frozen reference, if resuming loads its weights again from `model.path`."""
 
     def start(self) -> None:
-        """Remove the remains of a run that was deleted or stopped before its first checkpoint."""
+        """Remove leftovers of a run that was deleted or stopped before its first checkpoint."""
         # one process writes; the others wait at the next collective call
         if self.accelerator.is_main_process:
             remove_partial(self.run_dir)
@@ -79,7 +79,7 @@ class RunSaver:
         return step >= self.config.trainer.steps or bool(every and step and step % every == 0)
 
     def overdue(self) -> bool:
-        """Whether the time since the last checkpoint asks for one, the same on every process."""
+        """Whether a checkpoint is due because of the time since the last one; the same in every process."""
         seconds = 60 * self.config.checkpoint.minutes
         waited = time.monotonic() - self._waits_since
         # a checkpoint that takes longer than 5% of the interval makes the interval longer
@@ -88,7 +88,7 @@ class RunSaver:
         return not all_ranks(soon or not self.accelerator.is_main_process, self.accelerator)
 
     def save(self, step: int) -> None:
-        """Write a checkpoint; a full disk is reported; training continues and keeps the older ones."""
+        """Write a checkpoint; if the disk is full, report it, continue training and keep the older ones."""
         # a slower process may still be in its last optimiser step
         self.accelerator.wait_for_everyone()
         # the generators of every process, which differ
@@ -127,7 +127,7 @@ class RunSaver:
                 self._failed(step, error)
 
     def save_before_stop(self, step: int) -> None:
-        """Write a checkpoint before the run stops, unless this step has one."""
+        """Write a checkpoint before the run stops, unless this step already has one."""
         # a checkpoint by schedule has been written just now, but it does not know of a pending evaluation
         if self._saved_at != step or self.evaluation_pending:
             self.save(step)
@@ -173,7 +173,7 @@ class RunSaver:
             return self._restore(state, folder)
         except (KeyError, ValueError, TypeError, IndexError, RuntimeError) as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise UserError(f"the state in {folder} does not fit this configuration: {reason}") from error
+            raise UserError(f"the state in {folder} does not match this configuration: {reason}") from error
 
     def note_best(self, step: int) -> None:
         """Mark this step's checkpoint if its evaluation is the best so far."""
@@ -188,7 +188,7 @@ class RunSaver:
         # without a setting, the first score that the recipe calls a headline
         metric = self.config.checkpoint.best_metric or _first_score(latest)
         if metric not in latest:
-            raise RunError(f"checkpoint.best_metric '{metric}' is not reported; there are: {', '.join(latest)}")
+            raise RunError(f"checkpoint.best_metric '{metric}' is not reported; available: {', '.join(latest)}")
         best = self.checkpoints.best()
         # the checkpoint of this step may have failed to be written
         if not self.checkpoints.path(step).is_dir() or not math.isfinite(latest[metric]):
@@ -198,7 +198,7 @@ class RunSaver:
             try:
                 self.checkpoints.mark_best(step, metric, latest[metric])
             except OSError as error:
-                LOGGER.error("checkpoint at step %d is the best so far but cannot be noted: %s", step, error)
+                LOGGER.error("checkpoint at step %d is the best so far but could not be marked: %s", step, error)
 
     def _restore(self, state: dict[str, Any], folder: Path) -> int:
         # first: other data, or another model at the start, is refused before anything is changed
@@ -234,8 +234,8 @@ class RunSaver:
     def _start_again(self) -> None:
         if self.accelerator.is_main_process:
             aside = set_aside(self.run_dir)
-            kept = f"; what it had written is kept in {aside}" if aside else ""
-            LOGGER.warning("%s has no checkpoint yet; the run starts again from the beginning%s", self.run_dir, kept)
+            kept = f"; its files were moved to {aside}" if aside else ""
+            LOGGER.warning("%s has no checkpoint yet; the run restarts from the beginning%s", self.run_dir, kept)
         # -1: everything that the log holds
         self.log.truncate_after(-1)
 
@@ -268,9 +268,9 @@ class RunSaver:
             found = weights_digest(copied)
         if found != saved:
             raise UserError(
-                f"{self._start_path} no longer gives the model that this run started from and compares with (digest "
-                f"{saved[:12]}, now {found[:12]}): the folder has changed, or a setting such as model.dtype; put it "
-                f"back, or go on from {folder}/model in a run with another output_dir"
+                f"{self._start_path} is no longer the model that this run started from and compares with (digest "
+                f"{saved[:12]}, now {found[:12]}): the folder or a setting such as model.dtype has changed; "
+                f"restore it, or continue from {folder}/model in a run with another output_dir"
             )
         self._start_digest = saved
 
@@ -292,7 +292,7 @@ class RunSaver:
         return (self.run_dir / "reference" / ".whole").is_file()
 
     def write_parts(self, folder: Path) -> None:
-        """Write the policy, the recipe's further weights and the reference into a checkpoint's folder."""
+        """Write the policy, the recipe's additional weights and the reference into a checkpoint folder."""
         # in the format of its library, so that the folder can be used without the suite
         self.recipe.policy.save_pretrained(folder / "model")
         self.recipe.save_parts(folder)
@@ -315,13 +315,13 @@ class RunSaver:
     def _failed(self, step: int, error: OSError) -> None:
         kept = self.checkpoints.steps()
         message = (
-            f"checkpoint at step {step} could not be written to {self.checkpoints.folder}: {error}; "
-            f"nothing half-written was left, kept steps: {kept or 'none'}"
+            f"checkpoint at step {step} could not be written to {self.checkpoints.folder}: {error}; no partial "
+            f"files were left; kept steps: {kept or 'none'}"
         )
         # the last checkpoint is the result of the run
         if step >= self.config.trainer.steps:
             raise RunError(message) from error
-        LOGGER.error("%s; training goes on, free some space", message)
+        LOGGER.error("%s; training continues; free some disk space", message)
         self.log.failed_checkpoints += 1
 
 

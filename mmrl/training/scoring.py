@@ -21,10 +21,10 @@ LOGGER = logging.getLogger("mmrl")
 
 
 class EveryRewardFailedError(RunError):
-    """No sample of `rollouts` could be scored; they stay in the step if those of other workers could be."""
+    """No sample of `rollouts` could be scored; they stay in the step if samples of other workers could be scored."""
 
     def __init__(self, message: str, rollouts: Rollouts) -> None:
-        super().__init__(f"every reward of this step failed: {message}")
+        super().__init__(f"all rewards of this step failed: {message}")
         self.rollouts = rollouts
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -33,7 +33,7 @@ class EveryRewardFailedError(RunError):
 
 
 def with_rewards(rollouts: Rollouts, result: RewardResult) -> Rollouts:
-    """Fill the rewards of rollouts; a row with a failed term keeps NaN and is left out of the loss."""
+    """Set the rewards of rollouts; rows with a failed term keep NaN and are excluded from the loss."""
     device = rollouts.mask.device
     total = torch.tensor(result.total, dtype=torch.float32)
     terms = {
@@ -58,7 +58,7 @@ def scored_record(rollouts: Rollouts, row: int, **about: Any) -> SampleRecord:
 
 
 def score_everywhere(score: Callable[[], Rollouts], failure: RunError | None = None) -> Rollouts:
-    """Rows with their rewards; every process calls it.
+    """Rows with their rewards; all processes must call it.
 
     Args:
         score: Scores the rows of this process.
@@ -78,26 +78,26 @@ def score_everywhere(score: Callable[[], Rollouts], failure: RunError | None = N
 
 
 def failure_of(result: RewardResult) -> str:
-    """Reason why no row of a result has a reward; empty if one has."""
+    """Reason why no row of a result has a reward; empty if any row has one."""
     if any(value == value for value in result.total):
         return ""
     return "; ".join(f"{name}: {message}" for name, message in result.examples.items())
 
 
 def describe_failure(rows: Sequence[Mapping[str, Any]], split: str) -> str:
-    """Reason why no sample of an evaluation could be scored, from the "failure" of its rows; empty if one could."""
+    """Reason why no sample of an evaluation could be scored, from the "failure" of its rows; empty if any could."""
     if not rows or not all(row["failure"] for row in rows):
         return ""
-    return f"every reward failed in the evaluation of {split}: {rows[0]['failure']}"
+    return f"all rewards failed in the evaluation of {split}: {rows[0]['failure']}"
 
 
 class RewardErrors:
-    """Failures of reward functions: the first of each kind is logged, and those of a training step are counted."""
+    """Failures of reward functions: the first of each kind is logged, and failures in training steps are counted."""
 
     def __init__(self) -> None:
         self._logged: dict[str, None] = {}
         self.step: Counter[str] = Counter()
-        """Failures of the step by term and kind."""
+        """Failures in the step by term and kind."""
 
     def warn(self, result: RewardResult) -> None:
         """Log the first failure of each kind of a run, with the traceback of the user's code."""
@@ -109,12 +109,12 @@ class RewardErrors:
                     LOGGER.warning("  %s", line)
 
     def count(self, result: RewardResult) -> None:
-        """Log as `warn` does, and count the failures among those of the step."""
+        """Log like `warn`, and count the failures as part of the step."""
         self.warn(result)
         self.step.update(result.errors)
 
     def take(self) -> dict[str, float]:
-        """Failures of the step as metrics reward/errors/<term>/<kind>; resets the counts.
+        """Failures in the step as metrics reward/errors/<term>/<kind>; resets the counts.
 
         A kind that has been seen in the run is there with 0 in steps without it.
         """

@@ -32,7 +32,7 @@ if TYPE_CHECKING:  # they take a second to import, and most runs need none of th
     from torch.distributed.device_mesh import DeviceMesh
 
 ATTRIBUTE = "_weights_in_parts"
-"""Attribute of a sharded module that holds its `Shards`."""
+"""Attribute of a sharded module that contains its `Shards`."""
 HOOKS = "torch.distributed.fsdp"
 """Package in which FSDP2 defines its hooks."""
 
@@ -40,7 +40,7 @@ HOOKS = "torch.distributed.fsdp"
 def shard(
     module: nn.Module, accelerator: Accelerator, names: frozenset[str], gathered: torch.dtype | None = None
 ) -> Shards:
-    """Shard weights of a module over the processes; they are in parts afterwards.
+    """Shard weights of a module over the processes.
 
     Args:
         module: A policy, the same on every process.
@@ -65,7 +65,7 @@ def shard(
 
 
 def check_processes(accelerator: Accelerator) -> None:
-    """Reject sharding in a run of one process."""
+    """Reject sharding in a run with one process."""
     if accelerator.num_processes == 1:
         raise UserError(
             "trainer.sharding is fsdp2, which divides the weights between processes, but this run has one process; "
@@ -117,7 +117,7 @@ def saving(module: nn.Module, *, keep: bool) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loading(module: nn.Module) -> Iterator[None]:
-    """Copy weights that are written into a module meanwhile back to its parts; all processes must enter it."""
+    """Copy weights written into a module inside the context back to its shards; all processes must enter it."""
     shards = shards_of(module)
     with contextlib.nullcontext() if shards is None else shards.exact(keep=True, write=True):
         yield
@@ -154,7 +154,7 @@ def gather_state(optimizer: Any, keep: bool) -> dict[str, Any]:
 
 
 def scatter_state(optimizer: Any, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert the result of `gather_state` to what an optimiser with weights in parts loads."""
+    """Convert the result of `gather_state` to the state that an optimiser with sharded weights loads."""
     # in the order of groups, by which an optimiser numbers its state
     weights = [weight for group in optimizer.param_groups for weight in group["params"]]
     found = {
@@ -217,8 +217,8 @@ class Shards:
         chosen = _divisible(module, names)
         if not chosen:
             raise UserError(
-                f"trainer.sharding is fsdp2, but {type(module).__name__} has no trained weight that could be divided "
-                "between processes; set trainer.sharding=none"
+                f"trainer.sharding is fsdp2, but {type(module).__name__} has no trained weights that could be "
+                "divided between processes; set trainer.sharding=none"
             )
         # then the whole weights are no rounded copy, and nothing has to be kept apart
         if gathered in {weight.dtype for weight in chosen.values()}:
@@ -233,11 +233,11 @@ class Shards:
             # inner blocks first: the call on the whole module then takes what is left
             fully_shard(part, mesh=mesh, reshard_after_forward=False, mp_policy=precision, ignored_params=ignored)
         self.parts: dict[str, Any] = {name: part for name, part in module.named_parameters() if name in chosen}
-        """The weights in parts, by name."""
+        """The sharded weights, by name."""
         # a weight that is left whole would silently be trained by each process alone
         whole = [name for name, weight in self.parts.items() if not is_part(weight)]
         if whole:
-            raise RuntimeError(f"fully_shard left weights whole: {', '.join(whole[:4])}")
+            raise RuntimeError(f"fully_shard did not shard these weights: {', '.join(whole[:4])}")
         self._sums: dict[str, Tensor] = {}
         self._fresh = True
 
@@ -262,7 +262,7 @@ class Shards:
         self.whole = False
 
     def sum_gradients(self) -> None:
-        """Sum the gradients over all processes; afterwards the weights are in parts, each with its part of the sum."""
+        """Sum the gradients over all processes; afterwards the weights are sharded, each with its part of the sum."""
         from torch.distributed.tensor import DTensor, Partial
 
         whole = self._whole()
@@ -311,7 +311,7 @@ class Shards:
             self.refresh()
 
     def refresh(self) -> None:
-        """Gather again after the parts have changed; all processes must call it."""
+        """Gather again after the shards have changed; all processes must call it."""
         self.release()
         self.gather()
 

@@ -1,4 +1,4 @@
-"""Base of the recipes that learn from given data: a batch and a loss, without rewards."""
+"""Base class of recipes that learn from given data: a batch and a loss, without rewards."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from mmrl.training.recipe import PolicyT, Recipe, Step, TaskT
 
 
 class SupervisedRecipe(Recipe[PolicyT, TaskT]):
-    """A batch and a loss: learning from given answers, demonstrations, images or pairs.
+    """A batch and a loss: learning from reference answers, demonstrations, images or pairs.
 
-    A subclass supplies `batch`, and `loss` and `describe` where its loss is not the likelihood; `own_loss` names it.
+    A subclass supplies `batch`, and also `loss` and `describe` if its loss is not the likelihood; `own_loss` is the
+    name of that loss.
     """
 
     objective: Any = None
@@ -28,7 +29,7 @@ class SupervisedRecipe(Recipe[PolicyT, TaskT]):
 
     @abstractmethod
     def batch(self, policy: PolicyT, tasks: Sequence[TaskT], streams: Streams, step: Step) -> Rollouts:
-        """Make the rows of a step out of given data; see `Recipe.rollout`."""
+        """Build the rows of a step from given data; see `Recipe.rollout`."""
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Mean negative log-likelihood of the decisions."""
@@ -41,16 +42,16 @@ class SupervisedRecipe(Recipe[PolicyT, TaskT]):
         return self.batch(policy, tasks, streams, step)
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Given data has no reward."""
+        """Return the rows unchanged: given data has no reward."""
         return rollouts
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Every row counts the same."""
+        """Give every row the same weight."""
         return rollouts
 
     @property
     def loss_outputs(self) -> frozenset[str]:
-        """Log-probabilities, and what the terms read."""
+        """Log-probabilities, and the outputs that the terms need."""
         return frozenset({"logp"}).union(*(term.outputs for term in self.terms))
 
     def describe(self) -> str:

@@ -53,13 +53,13 @@ from mmrl.training.update import Updater, has_advantage, needs_reference, unscor
 
 LOGGER = logging.getLogger("mmrl")
 CLOSE = 1e-3
-"""Relative difference of a number that every process computes by itself; machines round differently."""
+"""Tolerated relative difference of a number that every process computes separately; machines round differently."""
 
 
 def collect_metrics(
     recipe: Recipe[Any, Any], rollouts: Rollouts, step: Step, *, teaches: bool = True
 ) -> dict[str, float]:
-    """Metrics of a completed step from domain, stages and terms, of all processes; every process calls it.
+    """Metrics of a completed step from domain, stages and terms, of all processes; all processes must call it.
 
     `teaches` is false where a filter left this process nothing, and its rows are there for company.
     """
@@ -72,10 +72,10 @@ def collect_metrics(
 
 
 def over_processes(found: Mapping[str, float | Metric], *, teaches: bool = True) -> dict[str, float]:
-    """Numbers of the whole run; every process calls it.
+    """Numbers of the whole run; all processes must call it.
 
-    A `Metric` is the share of one process and is merged with those of the others, of processes whose rows teach if any
-    do. A number is that of the whole run already; where processes disagree, a warning names it.
+    A `Metric` is one process's part and is merged with the others, only with processes whose rows teach if any do. A
+    plain number already is that of the whole run; if processes disagree, a warning names it.
     """
     # as numbers: tensors of GPUs cannot be sent
     shares = plain_metrics({name: value for name, value in found.items() if isinstance(value, Metric)})
@@ -99,16 +99,16 @@ def _same(one: float, other: float) -> bool:
 @functools.cache
 def _warn_of(name: str) -> None:
     LOGGER.warning(
-        "metric %s differs between the processes of the run, and the first one's is logged; give an mmrl.core.Metric, "
-        "which is added up over all of them",
+        "metric %s differs between the processes of the run, and the value of the first process is logged; "
+        "return an mmrl.core.Metric, which is aggregated over all processes",
         name,
     )
 
 
 class RunCounts:
-    """Has every process know the counts of the whole run, those in `Recipe.added`.
+    """Gives every process the counts in `Recipe.added` of the whole run.
 
-    Each process counts by itself; `share` adds what the others have counted since the last time.
+    Each process counts separately; `share` adds what the others have counted since the last call.
     """
 
     def __init__(self, recipe: Recipe[Any, Any]) -> None:
@@ -118,11 +118,11 @@ class RunCounts:
         self.begin()
 
     def begin(self) -> None:
-        """Take the counts as those of the whole run, as they are after a resume, or when a step's are cleared."""
+        """Take the counts as those of the whole run, as after resuming or clearing a step's counts."""
         self._known = {name: Counter(each) for name, each in self._counters.items()}
 
     def share(self) -> None:
-        """Add what the other processes have counted; every process calls it."""
+        """Add what the other processes have counted; all processes must call it."""
         new = {name: self._since(name, each) for name, each in self._counters.items()}
         # own counts are in already
         for rank, counts in enumerate(from_all(new)):
@@ -142,16 +142,16 @@ def outcome(recipe: Recipe[Any, Any], updater: Updater, log: RunLog, steps: int)
     learning = "critic" if recipe.critic_only else "policy"
     # 0 optimiser steps in 0 steps is no failure
     if steps and not updater.optimiser_step:
-        causes = "; ".join(_causes(recipe, updater, log)) or "no group had an advantage other than 0"
+        causes = "; ".join(_causes(recipe, updater, log)) or "no group had a non-zero advantage"
         reason = f"nothing was learned: the optimiser took no step in {steps} steps, because {causes}"
-        log.warnings.say(steps, NOTHING_LEARNED, f"{reason}; look at the samples in the report and their rewards")
+        log.warnings.say(steps, NOTHING_LEARNED, f"{reason}; check the samples in the report and their rewards")
         return {"status": NOTHING_LEARNED, "reason": reason}
     if steps and not updater.moved:
         log.warnings.say(
             steps,
             "nothing_moved",
-            f"no weight of the {learning} changed in {steps} steps, of which the optimiser took "
-            f"{updater.optimiser_step}; look at the rewards and at the learning rate",
+            f"no weight of the {learning} changed in {steps} steps, although the optimiser took "
+            f"{updater.optimiser_step}; check the rewards and the learning rate",
         )
     return {"status": DONE}
 
@@ -160,7 +160,7 @@ def _causes(recipe: Recipe[Any, Any], updater: Updater, log: RunLog) -> Iterator
     """Reason why no optimiser step was taken, from the run's counts."""
     totals = log.totals
     if updater.skipped:
-        yield f"{updater.skipped} were skipped for numbers that are not finite"
+        yield f"{updater.skipped} were skipped because of non-finite numbers"
     if totals["groups"] and totals["unscored"] == totals["rows"]:
         yield f"none of {totals['rows']} samples could be scored"
     elif not recipe.supervised and not totals["kept"] and not isinstance(recipe.objective.filter, KeepAll):
@@ -228,7 +228,7 @@ class StopSignals:
             self._first_s = now
             name = signal.Signals(signum).name
             # no logging here: the interrupted code may hold the lock of a handler
-            self._say(f"mmrl: {name}: stopping when this step is done, with a checkpoint; Ctrl-C stops at once\n")
+            self._say(f"mmrl: {name}: stopping after this step, with a checkpoint; press Ctrl-C to stop immediately\n")
         elif signum == signal.SIGINT and now - self._first_s > ECHO_S:
             self._end()
         # also when it is the second signal: the terminal has gone either way
@@ -257,7 +257,7 @@ class StopSignals:
         if 1 in self._terminals:  # a progress bar hides the cursor
             with contextlib.suppress(OSError):
                 os.write(1, SHOW_CURSOR)
-        self._say("mmrl: stopped at once\n")
+        self._say("mmrl: stopped immediately\n")
         # no teardown: the user has asked twice, and files are complete at any time
         os._exit(128 + signal.SIGINT)
 
@@ -292,7 +292,7 @@ class Trainer:
         reference = getattr(config, "reference", ReferenceConfig())  # supervised configurations have none
         needed = needs_reference(recipe)
         if not needed and recipe.start is None and reference.kind not in ("auto", "none"):
-            raise UserError(f"reference.kind is {reference.kind}, but nothing in this run compares with a reference")
+            raise UserError(f"reference.kind is {reference.kind}, but nothing in this run uses a reference policy")
         self.reference = make_reference(reference, recipe.policy, needed=needed, start=recipe.start)
         self.heap = HeapTrimmer(enabled=config.trainer.release_memory and accelerator.device.type == "cpu")
         self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures", self.heap)
@@ -487,7 +487,7 @@ class Trainer:
                 break
             # the same error on every process, even on those whose own tasks were fine
             if not draws_left:
-                raise failure or RunError("another process found no usable task")
+                raise failure or RunError("another process did not find a usable task")
         assert rollouts is not None
         with stopwatch("score"):
             return score_everywhere(lambda: self.rollers.score(rollouts, streams, self.position), failure)
@@ -566,7 +566,7 @@ class Trainer:
             self.saver.save_before_stop(self.step)
         self.accelerator.wait_for_everyone()  # a process that leaves early ends the one that still writes
         kept = self.saver.checkpoints.steps()
-        saved = f"the newest checkpoint is that of step {kept[-1]}" if kept else "there is no checkpoint"
+        saved = f"the newest checkpoint is from step {kept[-1]}" if kept else "there is no checkpoint"
         message = f"stopped after step {self.step} of {self.config.trainer.steps}; {saved}"
         raise RunStopped(self.stop.signum, message, resumable=bool(kept))
 
@@ -619,11 +619,11 @@ class TaskStream(Generic[TaskT]):
 
     @property
     def epoch(self) -> float:
-        """Passes over the tasks so far."""
+        """Epochs over the tasks so far."""
         return self.position / len(self.tasks)
 
     def next(self, count: int) -> list[TaskT]:
-        """Return the next `count` tasks; one epoch follows another without a gap."""
+        """Return the next `count` tasks; epochs follow each other without a gap."""
         # asked before the position moves, since `upcoming` depends on it
         drawn = self.upcoming(count)
         assert self._ahead is not None
@@ -658,16 +658,17 @@ class TaskStream(Generic[TaskT]):
         """Continue at a saved position."""
         if state["size"] != len(self.tasks):
             raise UserError(
-                f"the checkpoint was made with {state['size']} training tasks, now there are {len(self.tasks)}; "
-                "resume needs the same data"
+                f"the checkpoint was made with {state['size']} training tasks, but now there are "
+                f"{len(self.tasks)}; resuming requires the same data"
             )
         # contents and not only the number: edited data of the same length would pass otherwise
         saved = state.get("contents")  # the first release kept none
         if saved is not None and self.contents is not None and saved != self.contents:
             raise UserError(
-                f"the checkpoint was made with other training tasks: as many ({len(self.tasks)}), but their contents "
-                f"differ (digest {saved}, now {self.contents}); resume needs the same data; to train this model on "
-                "other data, start a run with model.path=<checkpoint>/model and another output_dir"
+                f"the checkpoint was made with different training tasks: their number ({len(self.tasks)}) is the "
+                f"same, but their contents differ (digest {saved}, now {self.contents}); resuming requires the "
+                "same data; to train this model on other data, start a run with model.path=<checkpoint>/model "
+                "and another output_dir"
             )
         self.position = int(state["position"])
         self._ahead = state.get("ahead")

@@ -56,7 +56,7 @@ LOGGER = logging.getLogger("mmrl")
 BOOTSTRAP = "bootstrap_mask"
 """Key of `Rollouts.extras` (B, T): 1 at the decision whose value bootstraps an episode cut off by a time limit."""
 MAX_NONFINITE = 10
-"""Skipped optimiser steps after which the run stops: a run with as many has diverged."""
+"""Number of skipped optimiser steps after which the run stops because it has diverged."""
 
 
 def update_constants(
@@ -170,7 +170,7 @@ def describe_nonfinite(minibatch: Rollouts, loss: Tensor | None, policy: nn.Modu
         bad = ~torch.isfinite(value)
         if bool(bad.any()):
             first = bad.nonzero()[0].tolist()
-            return f"{name} has {int(bad.sum())} of {value.numel()} entries NaN or infinite, the first at {first}"
+            return f"{int(bad.sum())} of {value.numel()} entries of {name} are NaN or infinite, the first at {first}"
     return None
 
 
@@ -483,7 +483,7 @@ class Updater:
         cause = found or "another process reported it"
         self.optimizer.zero_grad()
         try:
-            kept = "this process had no rows of it"
+            kept = "this process had no rows in this step"
             if minibatch is not None:
                 file = save_failure(
                     self.failures, step, self.accelerator.process_index, minibatch, cause, {"loss": float(loss)}
@@ -497,7 +497,7 @@ class Updater:
         if self.config.on_nonfinite == "stop":
             raise RunError(message)
         if self.skipped > MAX_NONFINITE:
-            raise RunError(f"{message}; that is optimiser step {self.skipped} skipped, more than {MAX_NONFINITE}")
+            raise RunError(f"{message}; {self.skipped} optimiser steps have been skipped, more than {MAX_NONFINITE}")
         LOGGER.warning("%s; optimiser step skipped", message)
 
     def _set_rate(self) -> None:
@@ -511,7 +511,7 @@ class Updater:
 
 
 def unscored(rollouts: Rollouts) -> Rollouts:
-    """Return rollouts without rewards, so that they have no gradient and count in no denominator."""
+    """Return rollouts without rewards, so that they have no gradient and are not counted in denominators."""
     return rollouts.replace(reward=torch.full_like(rollouts.reward, math.nan))
 
 

@@ -21,7 +21,7 @@ def router_terms(recipe: Any) -> list[LossTerm]:
 
 
 class RouterLoss(LossTerm):
-    """coef * E * sum over E experts of f P, with the share f of tokens sent to an expert and its mean probability P.
+    """coef * E * sum over E experts of f P, with the fraction f of tokens sent to an expert and its mean probability P.
 
     Shares and means are over layers and all tokens of the optimiser step that the model reads, in all processes: the
     prompt of each row and its response without the last token. Shares are counted before the update, in one more pass
@@ -46,7 +46,7 @@ class RouterLoss(LossTerm):
     def __call__(
         self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
     ) -> TermLoss:
-        """This micro-batch's share of the loss."""
+        """This micro-batch's fraction of the loss."""
         probability = _routes(scores)[1]
         experts = len(probability)
         chosen = probability.new_tensor([counts.others[f"{self.name}/{expert}"] for expert in range(experts)])
@@ -57,7 +57,7 @@ class RouterLoss(LossTerm):
 
     def formula(self) -> str:
         """The term with its weight."""
-        return f"          + {self.coef:g} * E * sum over E experts of share of tokens * mean probability"
+        return f"          + {self.coef:g} * E * sum over E experts of fraction of tokens * mean probability"
 
 
 def _routes(scores: PolicyOutputs) -> Tensor:

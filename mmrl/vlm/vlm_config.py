@@ -1,4 +1,4 @@
-"""Options of runs of a vision-language model: shared ones, evaluation, and reinforcement learning."""
+"""Options of runs with a vision-language model: shared options, evaluation, and reinforcement learning."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ ExtraMeasures = Callable[[Any], list[Measure[VlmTask]]]
 
 @dataclass
 class VlmEvaluationConfig(EvaluationConfig):
-    """Evaluation of answers: greedy and sampled, whole and by data column."""
+    """Evaluation of responses: greedy and sampled, overall and by data column."""
 
     by: list[str] | None = rare(None)
-    """Data columns, such as kind or hint, by whose values accuracy is shown too; empty: every column with 2 to 8 short
+    """Data columns, such as kind or hint, by which to break down accuracy. Default: every column with 2 to 8 short
     values that several questions share; [] = none."""
 
     def check_extra_measures(self, splits: Collection[str], rewards: Sequence[object]) -> None:
-        """Refuse extra measures of unknown splits, or without rewards to score answers; raises ValueError."""
+        """Reject extra measures for unknown splits, or without rewards to score responses; raises ValueError."""
 
     def extra_measures(self) -> ExtraMeasures:
-        """Further measurements on a held-out split; loads the models that they need."""
+        """Additional measurements on a held-out split; loads the models that they need."""
         return lambda answers: []
 
 
 @dataclass
 class AnswerScoring:
-    """Sampling and scoring of answers to held-out questions, for recipes that do neither in training."""
+    """Sampling and scoring of responses to held-out questions, for recipes that do neither in training."""
 
     sampler: AnswerSampling = field(default_factory=AnswerSampling)
-    """Lengths of the answers."""
+    """Lengths of the responses."""
     rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms that score the answers."""
+    """Reward terms that score the responses."""
     accuracy_reward: str = ""
-    """Reward term whose value 1 counts as a right answer; empty = the last term."""
+    """Reward term used to score correctness (1 = correct). Default: the last term."""
 
 
 def scoring_evaluation(**options: Any) -> VlmEvaluationConfig:
@@ -58,26 +58,26 @@ def scoring_evaluation(**options: Any) -> VlmEvaluationConfig:
 
 
 def default_evaluation() -> VlmEvaluationConfig:
-    """The options with all extra measures; their room builds on this one, so it is found by name."""
+    """The options with all extra measures; their package builds on this one, so it is found by name."""
     made: VlmEvaluationConfig = load_function("mmrl.vlm.critic.measures:CriticEvaluationConfig")()
     return made
 
 
 @dataclass
 class VlmParts:
-    """Model and questions of a run of a vision-language model; to be inherited before the configuration of a run."""
+    """Model and questions of a run with a vision-language model; inherit from it before the configuration of a run."""
 
     model: ModelConfig = field(default_factory=ModelConfig)
     """Model, adapter, precision."""
     data: DataConfig = field(default_factory=DataConfig)
     """Training questions; supervised and preference runs need their answers too."""
     eval_data: dict[str, DataConfig] = inheriting("data", own=OWN_OPTIONS)
-    """Held-out splits by name; the first one is the headline. Options of `data` that one does not set are as there,
+    """Held-out splits by name; the first one is the headline. Options that a split does not set are taken from `data`,
     except path, split, build, build_options and max_tasks."""
 
 
 def check_scoring(config: Any, rewards: Sequence[RewardConfig], accuracy_reward: str) -> None:
-    """Check precision, extra measures and the name of the accuracy's reward; raises ValueError."""
+    """Check precision, extra measures and the name of the accuracy reward; raises ValueError."""
     check_update_precision(config.model, config.trainer.learning_rate)
     config.evaluation.check_extra_measures(config.eval_data, rewards)
     names = [reward.name for reward in rewards]
@@ -90,9 +90,9 @@ class AdaptiveKlConfig:
     """Moves the KL coefficient so that the KL to the reference meets a target (Ziegler et al., arXiv 1909.08593)."""
 
     target: float | None = rare(None)
-    """Wanted KL in nats a token; empty keeps the coefficient fixed."""
+    """Target KL in nats per token. Default: keep the coefficient fixed."""
     horizon: float = 10_000.0
-    """Samples over which the coefficient moves by the relative error."""
+    """Number of samples over which the coefficient changes by the relative error."""
 
 
 @dataclass
@@ -100,18 +100,18 @@ class VlmConfig(VlmParts, RunConfig):
     """A reinforcement-learning run of a vision-language model."""
 
     sampler: EngineSamplerConfig = field(default_factory=EngineSamplerConfig)
-    """Sampling of answers in training and evaluation; the temperature is also that of scoring, evaluations have their
-    own."""
+    """Sampling of responses in training and evaluation. The temperature is also used for scoring; evaluations have
+    their own."""
     rewards: list[RewardConfig] = field(default_factory=list)
     """Reward terms and their weights."""
     evaluation: VlmEvaluationConfig = field(default_factory=default_evaluation)
     """Evaluation."""
     accuracy_reward: str = ""
-    """Reward term whose value 1 counts as a right answer in evaluations; empty = the last term."""
+    """Reward term used to score correctness in evaluations (1 = correct). Default: the last term."""
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     """Objective that is optimised."""
     mask_truncated_completions: bool = rare(False)
-    """Leave responses cut off at `sampler.max_new_tokens` out of the loss; their rewards still count in their group
+    """Exclude responses truncated at `sampler.max_new_tokens` from the loss; their rewards still count in their group
     (as in TRL; DAPO's overlong filtering)."""
     adaptive_kl: AdaptiveKlConfig = rare(field(default_factory=AdaptiveKlConfig))
     """Controller of objective.kl.coef."""
@@ -132,8 +132,8 @@ class VlmConfig(VlmParts, RunConfig):
         """Check that model and data serve the objective; raises ValueError."""
         if "truncation" in self.objective.advantage:
             raise ValueError(
-                "objective.advantage.truncation is for episodes that a time limit ends, and an answer has none; leave "
-                "it out (recipe truncated sets it itself)"
+                "objective.advantage.truncation is only for episodes with a time limit, which single responses do "
+                "not have; remove it (recipe truncated sets it itself)"
             )
         objective = make_objective(self.objective)
         names = [reward.name for reward in self.rewards]
@@ -145,7 +145,7 @@ class VlmConfig(VlmParts, RunConfig):
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         if not self.rewards:
-            raise ValueError("rewards is empty; name at least one, see `mmrl list rewards`")
+            raise ValueError("rewards is empty; add at least one, see `mmrl list rewards`")
         super().validate()
         check_scoring(self, self.rewards, self.accuracy_reward)
         self.check_objective()

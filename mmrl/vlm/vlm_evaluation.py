@@ -1,4 +1,4 @@
-"""Evaluation of answers to held-out questions."""
+"""Evaluation of responses to held-out questions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from mmrl.vlm.vlm_config import VlmEvaluationConfig
 
 LOGGER = logging.getLogger("mmrl")
 FOR_MEMORY = ("batch_rows", "keep_prefill")
-"""Sampling options that affect answers only by rounding."""
+"""Sampling options that affect responses only through rounding."""
 
 
 @dataclass
@@ -45,25 +45,25 @@ class AnswerMeasure(Measure[VlmTask]):
     evaluation: VlmEvaluationConfig
     seed: int
     sampling: SamplerConfig
-    """How answers are sampled, besides greedily."""
+    """How responses are sampled, in addition to greedy decoding."""
     parts: Sequence[Mapping[str, str]]
     """For each question of the split, its values in the breakdown columns."""
     encode: Callable[..., tuple[list[VlmTask], list[Prompt]]]
     """`VlmDomain.encode`."""
     draw: Callable[..., Samples]
-    """Samples answers, with the arguments of `mmrl.vlm.engine.vlm_sampler.sample`."""
+    """Samples responses, with the arguments of `mmrl.vlm.engine.vlm_sampler.sample`."""
     score: Callable[[Sequence[VlmTask], Sequence[str], Sequence[str], Sequence[list[int]]], RewardResult]
-    """Scores answers with all rewards, from questions, prompts, texts and tokens."""
+    """Scores responses with all rewards, from questions, prompts, texts and tokens."""
     accuracy_term: str
-    """The reward that decides whether an answer is correct."""
+    """The reward that decides whether a response is correct."""
     scored_by: Any
     """Description of all rewards, for the ledger."""
     broken_down: Sequence[str]
-    """Further rewards that are also broken down."""
+    """Additional rewards that are also broken down."""
     draw_answer: Callable[[VlmTask, str, bool], Image] | None
-    """Draws an answer, given whether it is right, for the report."""
+    """Draws a response, given whether it is correct, for the report."""
     cut_splits: set[str]
-    """Splits of the run that `LONGER` was logged for."""
+    """Splits of the run for which `LONGER` was logged."""
 
     @property
     def batch_size(self) -> int:
@@ -80,7 +80,7 @@ class AnswerMeasure(Measure[VlmTask]):
         return rows
 
     def draws(self, rows: Sequence[Row], count: int, purpose: str) -> Tensor:
-        """Uniform draws (B * count, sampling.draws) for the answers to B questions, by seed, split and question."""
+        """Uniform draws (B * count, sampling.draws) for the responses to B questions, by seed, split and question."""
         # no step in the seed: each evaluation draws the same numbers for a question, so differences are paired
         streams = Streams(stream_seed(self.seed, purpose, self.split), [row["index"] for row in rows])
         return streams.uniform(len(rows), count, self.sampling.draws)
@@ -117,11 +117,11 @@ class AnswerMeasure(Measure[VlmTask]):
         return metrics
 
     def outcome(self, row: Row) -> Outcome:
-        """The mean scores of a question's answers."""
+        """The mean scores of a question's responses."""
         return Outcome(row["task"].id, mean_scores(row["scores"]), dict(self.parts[row["index"]]))
 
     def about(self) -> Row:
-        """How answers are sampled, and which reward decides whether they are correct."""
+        """How responses are sampled, and which reward decides whether they are correct."""
         sampling = {name: value for name, value in vars(self.sampling).items() if name not in FOR_MEMORY}
         return {
             "horizon": self.sampling.max_new_tokens,
@@ -133,7 +133,7 @@ class AnswerMeasure(Measure[VlmTask]):
         }
 
     def entries(self, row: Row) -> list[Row]:
-        """The answers to a question; `success` is None if an answer could not be scored."""
+        """The responses to a question; `success` is None if a response could not be scored."""
         return [
             {
                 "decoding": mode,
@@ -158,11 +158,11 @@ class AnswerMeasure(Measure[VlmTask]):
         ]
 
     def failure(self, rows: Sequence[Row]) -> str:
-        """Reason why no answer could be scored; empty if one could."""
+        """Reason why no response could be scored; empty if one could."""
         return describe_failure(rows, self.split)
 
     def record(self, row: Row) -> SampleRecord:
-        """The first answer to a question."""
+        """The first response to a question."""
         task: VlmTask = row["task"]
         draw = self.draw_answer
         return self.sample_record(
@@ -176,7 +176,7 @@ class AnswerMeasure(Measure[VlmTask]):
         )
 
     def sample_record(self, row: Row, **answer: Any) -> SampleRecord:
-        """A row's question and an answer to it, as a sample for the report."""
+        """A row's question and a response to it, as a sample for the report."""
         task: VlmTask = row["task"]
         images = task_images(task, self.policy.layout.patch_size)
         right = str(task.columns.get("answer", ""))
@@ -192,7 +192,7 @@ class AnswerMeasure(Measure[VlmTask]):
             if rows and all(row[f"{mode}/cut"] for row in rows) and self.split not in self.cut_splits:
                 self.cut_splits.add(self.split)
                 length = self.sampling.max_new_tokens
-                LOGGER.warning("%s: every %s answer was cut at %d tokens; %s", self.split, mode, length, LONGER)
+                LOGGER.warning("%s: all %s responses hit the limit of %d tokens; %s", self.split, mode, length, LONGER)
 
     def _accuracies(self) -> list[str]:
         return [f"accuracy/{mode}" for mode, _ in self._modes()]
@@ -251,7 +251,7 @@ class AnswerMeasure(Measure[VlmTask]):
                 row |= self._first_answer(drawn, result.total[first], result.terms, first)
 
     def right(self, terms: Mapping[str, Sequence[float]]) -> list[float]:
-        """1 for each correct answer, 0 for each wrong one, NaN if it could not be scored."""
+        """1 for each correct response, 0 for each incorrect one, NaN if it could not be scored."""
         return [value if value != value else float(value == 1.0) for value in terms[self.accuracy_term]]
 
     def _scores(self, terms: Mapping[str, Sequence[float]], mode: str, own: slice) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""Memory of a run on a vision-language or language model."""
+"""Memory plan of a run with a vision-language or language model."""
 
 from __future__ import annotations
 
@@ -30,39 +30,39 @@ from mmrl.vlm.model.network import auto_class, build_model_if_missing, resolve_m
 from mmrl.vlm.model.processor import load_processor
 
 PROMPT = 1024
-"""Assumed prompt length in tokens if `model.max_prompt_tokens` is empty and no data have been read."""
+"""Assumed prompt length in tokens if `model.max_prompt_tokens` is not set and no data have been read."""
 COVERED = ("vlm", "sft")
-"""Recipes whose passes are the planned ones; others add passes and rows of their own."""
+"""Recipes whose passes are planned; others add passes and rows of their own."""
 MOST_READ = 512
-"""Prompts that are tokenised, evenly spread over the data."""
+"""Number of prompts to tokenise, evenly spread over the data."""
 STEPS = 200
-"""Steps that are drawn from their lengths; the longest one is planned."""
+"""Number of steps drawn from their lengths; the longest step is planned."""
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of a run's texts as its own tokenizer has them."""
+    """Token counts of a run's texts with its own tokenizer."""
 
     prompts: Tensor
     """Of the prompts that were read, int64 (N,)."""
     answers: int | None = None
-    """The longest answer, where answers are given."""
+    """The longest answer, if answers are given."""
 
     def of_step(self, count: int) -> int:
-        """Tokens of so many prompts in the longest of the steps that are drawn."""
+        """Tokens of `count` prompts in the longest of the drawn steps."""
         generator = torch.Generator().manual_seed(0)
         drawn = torch.randint(len(self.prompts), (STEPS, count), generator=generator)
         return int(self.prompts[drawn].sum(1).max())
 
 
 def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = True, recipe: Any = None) -> Plan:
-    """Plan a run by the texts that its recipe has read; its samples have the maximum configured length.
+    """Plan a run from the texts that its recipe has read; samples are assumed to have the maximum length.
 
     Without a recipe, all prompts have `prompt_tokens`, else the maximum configured length. Without passes, the plan
     covers only what is held between them: weights, gradients, moments and copies.
     """
     if not isinstance(getattr(config, "model", None), ModelConfig):
-        raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is no language model")
+        raise NoPlan(f"there is no plan for the recipe '{config.recipe}'; its model is not a language model")
     ensure_torchvision()
     for one in (config.model, getattr(config, "teacher", None)):
         if isinstance(one, FrozenModelConfig):
@@ -80,7 +80,7 @@ def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = T
 
 
 def read_lengths(config: Any, recipe: Any, network: Any) -> Lengths:
-    """Tokens of the training data that a recipe has read; raises NoPlan with what is not known without running it."""
+    """Tokens of the training data that a recipe has read; raises NoPlan with what is unknown without running it."""
     if config.recipe not in COVERED:
         raise NoPlan(f"passes and rows that the recipe '{config.recipe}' adds")
     tasks = recipe.train_tasks[:: max(1, len(recipe.train_tasks) // MOST_READ)]
@@ -88,7 +88,7 @@ def read_lengths(config: Any, recipe: Any, network: Any) -> Lengths:
         raise NoPlan("images or videos in the passes of the vision tower")
     base, adapter = resolve_model(model_folder(str(config.model.path)))
     if not expanded(base).is_dir():
-        raise NoPlan(f"lengths of the prompts: the tokenizer of {base} is not on this machine")
+        raise NoPlan(f"prompt lengths: the tokenizer of {base} is not on this machine")
     processor = load_processor(str(adapter or base))
     prompts = list(_prompt_lengths(config.model, network, processor, tasks))
     if not prompts:
@@ -133,7 +133,7 @@ def _facts(config: Any, network: Any, trained: Any, lengths: Lengths, unknown: s
     def states(tokens: int) -> Tensor:
         embedded = network.get_input_embeddings()(torch.zeros(1, tokens, dtype=torch.int64))
         if not embedded.requires_grad and not any(w.requires_grad for w in network.get_decoder().parameters()):
-            raise UserError("no weight of the language model is trained")
+            raise UserError("no weights of the language model are trained")
         positions = torch.zeros(3 if hasattr(network.model, "visual") else 1, 1, tokens, dtype=torch.int64)
         found = network.get_decoder()(
             inputs_embeds=embedded,
@@ -156,8 +156,8 @@ def _facts(config: Any, network: Any, trained: Any, lengths: Lengths, unknown: s
 
     assumed = [
         f"prompts of {' to '.join(dict.fromkeys(str(int(end)) for end in lengths.prompts.aminmax()))} tokens",
-        f"answers of {answer}",
-        f"{sizes.chunk} rows in {prompts} prompts at once",
+        f"responses of {answer}",
+        f"{sizes.chunk} rows in {prompts} prompts per pass",
     ]
     if vision_parameters(network) and any(weight.requires_grad for weight in vision_parameters(network)):
         assumed.append("without the activations of the vision tower, which is trained")
@@ -184,7 +184,7 @@ def _held(config: Any, network: Any) -> list[Part]:
 
 
 def outlined(model: Any) -> Any:
-    """The architecture, with weights that have no numbers."""
+    """The architecture, with weights that have no values."""
     from transformers import AutoConfig
 
     name = model_folder(str(model.path))
@@ -251,7 +251,7 @@ def _caches(config: Any, network: Any, size: int, lengths: Lengths, answer: int)
     token *= _cast(network, config.trainer) or next(network.get_decoder().parameters()).element_size()
     return [
         Part("keys and values of prompts", lengths.of_step(math.ceil(rows / size)) * token, "sampling"),
-        Part("keys and values of answers", rows * answer * token, "sampling"),
+        Part("keys and values of responses", rows * answer * token, "sampling"),
     ]
 
 

@@ -71,23 +71,23 @@ from mmrl.vlm.vlm_evaluation import AnswerMeasure
 
 LOGGER = logging.getLogger("mmrl")
 CODE_MARKS = ("```", "<tool_call>")
-"""Texts with which code or the call of a tool begins."""
+"""Texts with which code or a tool call begins."""
 USUAL_BUDGET = 4096
-"""Budget of a question that states none, as in ZJU-REAL/HBPO rllm/rewards/math_reward.py."""
+"""Budget for questions that state none, as in ZJU-REAL/HBPO rllm/rewards/math_reward.py."""
 View = Callable[[VlmPayload, VlmPolicy, Streams], VlmPayload]
 """Function that adds another form of each prompt to a payload, such as one with masked images."""
 
 
 class Questions:
-    """Hooks that change the questions of a data set and how the report shows answers; no changes by default."""
+    """Hooks that change the questions of a dataset and how the report shows responses; no changes by default."""
 
     broken_down: Sequence[str] = ()
     """Reward terms that evaluations also break down by column."""
     draw: Callable[[VlmTask, str, bool], Image] | None = None
-    """Draws an answer, given whether it is right, for the report; None if answers are only text."""
+    """Draws a response, given whether it is correct, for the report; None if responses are only text."""
 
     def prepare(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
-        """Complete the questions of a data set before the model is loaded; `training` is True for `data`."""
+        """Complete the questions of a dataset before the model is loaded; `training` is True for `data`."""
         return loaded
 
 
@@ -121,7 +121,7 @@ class VlmDomain:
     policy_class: ClassVar[type[VlmPolicy]] = VlmPolicy
     """Class of the policy."""
     draw_answers: ClassVar[Callable[..., Samples]] = staticmethod(sample)
-    """Samples answers to held-out questions, with the arguments of `mmrl.vlm.engine.vlm_sampler.sample`."""
+    """Samples responses to held-out questions, with the arguments of `mmrl.vlm.engine.vlm_sampler.sample`."""
 
     def open(
         self,
@@ -180,7 +180,7 @@ class VlmDomain:
             self.policy.check_reads_media("data.video is set")
 
     def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
-        """Complete the questions of a data set; see `Questions`."""
+        """Complete the questions of a dataset; see `Questions`."""
         return self.questions.prepare(loaded, training=training)
 
     def score_texts(
@@ -288,7 +288,7 @@ class VlmDomain:
         if not self.cramped["prompts"]:
             LOGGER.warning(
                 "a prompt of %d tokens leaves %d of the model's %d positions, fewer than sampler.max_new_tokens=%d; "
-                "such prompts are counted in response/beyond_positions; shorten one of the two",
+                "such prompts are counted in response/beyond_positions; shorten prompts or responses",
                 *(len(prompt.input_ids), left, policy.positions, wanted),
             )
         self.cramped["prompts"] += 1
@@ -339,7 +339,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
 
     @property
     def samples_per_prompt(self) -> int:
-        """Responses that `rollout` samples to each question."""
+        """Number of responses that `rollout` samples per question."""
         return int(self.config.trainer.samples_per_task)
 
     def asked(self, rollouts: Rollouts) -> tuple[list[VlmTask], list[str]]:
@@ -421,7 +421,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         return super().step_metrics(rollouts) | own | self._nucleus_mass(rollouts)
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
-        """Move the KL coefficient towards its target."""
+        """Move the KL coefficient so that the KL approaches its target."""
         # absent without a reference; only a finite value may move the coefficient
         divergence = metrics.get("policy/kl_ref", float("nan"))
         if self._controller is not None and math.isfinite(divergence):
@@ -436,7 +436,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
             self._set_kl_coef(self._controller.coefficient)
 
     def correct(self, rollouts: Rollouts) -> Tensor:
-        """(B,) bool, rows with a correct answer."""
+        """(B,) bool, rows with a correct response."""
         return rollouts.reward_terms[self.accuracy_term] == 1.0
 
     def _block_inputs(
@@ -483,7 +483,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
 
 
 def code_start(tokens: list[int], decode: Callable[[list[int]], str]) -> int:
-    """Index of the token with which the first code block or call of a tool of a response is complete; -1 without."""
+    """Index of the token that completes the opening of a response's first code block or tool call; -1 without one."""
 
     def coded(length: int) -> bool:
         text = decode(tokens[:length])

@@ -1,4 +1,4 @@
-"""Work in other processes, which may raise, hang or die without harm to this one."""
+"""Work in other processes, which may raise, hang or die without affecting this one."""
 
 from mmrl.entries import lazy_names
 

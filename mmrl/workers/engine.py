@@ -43,45 +43,46 @@ SCRIPT = Path(__file__).resolve().with_name("serve.py")
 READ_BYTES = 1 << 16
 """Capacity of a pipe in bytes; a larger buffer would be allocated for nothing at every read."""
 READS_AT_ONCE = 64
-"""Reads of one pipe in a row, so that a worker that writes without end does not keep this process from the others."""
+"""Maximum number of consecutive reads from one pipe, so that a worker that writes endlessly does not block the
+others."""
 OUTPUT_BYTES = 8192
-"""Bytes of a worker's output that are kept."""
+"""Number of bytes of a worker's output that are kept."""
 EXIT_SECONDS = 2.0
 """Seconds to wait for the exit code of a process that closed its pipe."""
 ORPHAN_SECONDS = 60.0
-"""Seconds beyond the pool's limit that a worker holding the GIL may live."""
+"""Seconds beyond the pool's limit for which a worker that holds the GIL may live."""
 
 
 @dataclass(frozen=True)
 class WorkerFailure:
-    """Returned instead of an answer that will not come; the worker has been stopped."""
+    """Returned if there is no reply; the worker has been stopped."""
 
     kind: str
-    """Key of `WORKER_FAILURES`, `limit` where a strict process was over another limit than its memory, or a kind of a
-    pool's user."""
+    """Key of `WORKER_FAILURES`, `limit` if a strict process exceeded a limit other than memory, or a kind defined by
+    the pool's user."""
     reason: str
     """One line."""
     evidence: str = ""
-    """Traceback, or the last lines that the process wrote."""
+    """Traceback, or the last lines of the process's output."""
     for_user: bool = False
     """Whether the service blames the user's request."""
     stage: str = "answer"
-    """Phase of the worker: start, prepare or answer; send where a request could not be made or sent."""
+    """Phase of the worker: start, prepare or answer; send if a request could not be created or sent."""
     exit_code: int | None = None
-    """Exit code of a process that ended; negative for the signal that ended it."""
+    """Exit code of a process that ended; negative if it was ended by a signal."""
     limit_s: float | None = None
     """The time limit that was exceeded."""
 
 
 def one_line(text: str) -> str:
-    """Join the lines of a text and cut it to 500 characters."""
+    """Join the lines of a text and truncate it to 500 characters."""
     return " ".join(text.split())[:500]
 
 
 WORKER_FAILURES: dict[str, str] = {
-    "crashed": "The process ended or sent garbage.",
-    "hung": "There was no answer, or no heartbeat, within the time limit.",
-    "memory": "The process, with what it started, held more memory than allowed.",
+    "crashed": "The process ended or sent invalid data.",
+    "hung": "There was no reply, or no heartbeat, within the time limit.",
+    "memory": "The process and its child processes used more memory than allowed.",
     "raised": "The service raised an exception.",
 }
 
@@ -91,34 +92,33 @@ class WorkerSpec:
     """How a worker is started: command, limits and environment."""
 
     service: str
-    """`path/to/file.py:function` that makes a `mmrl.workers.serve.Service`."""
+    """`path/to/file.py:function` that creates a `mmrl.workers.serve.Service`."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of that function; JSON."""
     purpose: str = "a service"
     """Purpose of the workers, for error messages."""
     python: str | None = None
-    """Interpreter; None for this one, which then finds the modules that this process finds."""
+    """Interpreter; None for this one, which then finds the same modules as this process."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables on top of this process's."""
+    """Environment variables in addition to those of this process."""
     start_timeout_s: float = 120.0
     """Seconds for imports and construction of the service."""
     heartbeat_timeout_s: float | None = 30.0
-    """Seconds without a heartbeat, which only code that keeps Python's lock, or a stopped process, leaves out; None
-    where the time limit of the request is enough."""
+    """Maximum seconds without a heartbeat; heartbeats are only missed if code holds the GIL or the process is stopped.
+    None if the time limit of the request is sufficient."""
     capture_output: bool = True
-    """Keep the end of a worker's output as evidence of a failure; otherwise it goes to this process's standard
-    error."""
+    """Keep the end of a worker's output to explain failures; otherwise it goes to this process's standard error."""
     closing_s: float = 2.0
-    """Seconds that `close` leaves a service to close by itself; 0 = it is killed at once."""
+    """Seconds that `close` gives a service to close; 0 kills it immediately."""
     memory_bytes: int | None = None
-    """Largest memory of a worker and its children, checked while waiting for answers; None for any."""
+    """Maximum memory of a worker and its children, checked while waiting for replies; None for no limit."""
     max_reply_bytes: int = 1 << 30
-    """Bytes of one message of a worker."""
+    """Maximum number of bytes in a worker's message."""
     strict: sandbox.Limits | None = None
     """Limits of a worker that runs untrusted code (`mmrl.workers.sandbox`). None for a plain
     process."""
     readable: tuple[str, ...] = ()
-    """Files and folders that a strict worker needs besides the modules that this process finds."""
+    """Files and folders that a strict worker needs in addition to the modules that this process finds."""
 
 
 @dataclass(frozen=True)
@@ -128,24 +128,24 @@ class Ending:
     reason: str
     """One line."""
     exit_code: int | None = None
-    """Exit code, negative for the signal that ended it; None while the process runs."""
+    """Exit code, negative if ended by a signal; None while the process runs."""
 
 
 class WorkerHandle(Protocol):
-    """One started worker. `Engine.wait` fills what the attributes and `receive` show."""
+    """One started worker. `Engine.wait` updates the attributes and what `receive` returns."""
 
     heard_at: float
-    """`time.monotonic()` when something last arrived from the worker, or when it was last given something."""
+    """`time.monotonic()` when the worker last sent or was last given something."""
     taken_at: float
-    """`time.monotonic()` when the worker last took a part of a request."""
+    """`time.monotonic()` when the worker last read part of a request."""
     loading_at: float
-    """`time.monotonic()` of the worker's last report that it imports modules; 0 without one."""
+    """`time.monotonic()` of the worker's last report that it imports modules; 0 if there was none."""
     ending: Ending | None
-    """Set once nothing more will come."""
+    """Set once nothing more will arrive."""
 
     @property
     def pid(self) -> int:
-        """Number of the process."""
+        """Process id."""
         ...
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
@@ -153,7 +153,7 @@ class WorkerHandle(Protocol):
         ...
 
     def flush(self) -> None:
-        """Begin to send the queued requests, without waiting for the worker."""
+        """Start sending the queued requests, without waiting for the worker."""
         ...
 
     def receive(self) -> list[Message]:
@@ -165,7 +165,7 @@ class WorkerHandle(Protocol):
         ...
 
     def over_limit(self) -> str:
-        """Description of the limit, other than memory, that a strict worker exceeds; empty if none."""
+        """Description of the limit, other than memory, that a strict worker exceeds; empty if there is none."""
         ...
 
     def last_output(self) -> str:
@@ -173,7 +173,7 @@ class WorkerHandle(Protocol):
         ...
 
     def ask_to_end(self) -> None:
-        """Let the worker close its service and end; `kill` makes sure later."""
+        """Ask the worker to close its service and end; `kill` ensures it later."""
         ...
 
     def has_ended(self) -> bool:
@@ -181,19 +181,19 @@ class WorkerHandle(Protocol):
         ...
 
     def kill(self) -> None:
-        """End the worker and everything that it started; a second time does nothing."""
+        """End the worker and everything that it started; calling it again has no effect."""
         ...
 
 
 class Engine(Protocol):
-    """Starts workers and moves their messages."""
+    """Starts workers and transports their messages."""
 
     def start(self, spec: WorkerSpec) -> WorkerHandle:
         """Start a worker without waiting for it; its hello is message 0. Raises RunError if it cannot start."""
         ...
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until a started worker has something new or the time is up, and serve all of them meanwhile."""
+        """Wait until a worker has something new or the time is up, and serve all workers meanwhile."""
         ...
 
 
@@ -248,7 +248,7 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """Number of the process and of its group."""
+        """Id of the process and of its group."""
         return self._process.pid
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
@@ -258,7 +258,7 @@ class WorkerProcess:
         self.heard_at = self.taken_at = time.monotonic()
 
     def flush(self) -> None:
-        """Write as much of the queue as the pipe takes; waits do the rest."""
+        """Write as much of the queue as the pipe accepts; later waits write the rest."""
         self._write()
         # Only while there is something to write: an empty pipe is always ready and would never let a wait sleep.
         if self._outgoing and not self._writing:
@@ -286,7 +286,7 @@ class WorkerProcess:
         return self._output.decode(errors="replace").strip()
 
     def ask_to_end(self) -> None:
-        """Close its input, after which it closes its service and ends."""
+        """Close its input, so that it closes its service and ends."""
         # Needs no room in the pipe, and a busy worker finds it after its request.
         self._forget(self._stdin)
         if self._process.stdin is not None:
@@ -295,7 +295,7 @@ class WorkerProcess:
         self._stdin = -1
 
     def has_ended(self) -> bool:
-        """Whether the process is gone; it is not reaped, so that nobody else gets its group's number yet."""
+        """Whether the process has ended; it is not reaped, so that the id of its group is not reused yet."""
         return self._killed or self._exit_status() is not None
 
     def kill(self) -> None:
@@ -443,7 +443,7 @@ def _start(spec: WorkerSpec, token: str, objects: bool) -> subprocess.Popen[byte
             bufsize=0,
         )
     except OSError as error:
-        raise RunError(f"no worker process for {spec.purpose} can be started: {error}") from error
+        raise RunError(f"cannot start a worker process for {spec.purpose}: {error}") from error
 
 
 def _variables(spec: WorkerSpec) -> dict[str, str]:
@@ -481,7 +481,7 @@ def _drain(fd: int) -> tuple[bytes, bool]:
 
 
 class InProcessHandle:
-    """A service that answers in `flush`."""
+    """A service that runs in this process and replies in `flush`."""
 
     def __init__(self, make: Callable[..., Service], options: Mapping[str, Any]) -> None:
         # Heard in the infinite future: no heartbeat is ever missed.
@@ -501,7 +501,7 @@ class InProcessHandle:
 
     @property
     def pid(self) -> int:
-        """Number of this process."""
+        """Id of this process."""
         return os.getpid()
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
@@ -509,7 +509,7 @@ class InProcessHandle:
         self._queue.append(Message(dict(fields), dict(arrays or {})))
 
     def flush(self) -> None:
-        """Answer the queued requests."""
+        """Process the queued requests."""
         queue, self._queue = self._queue, []
         for request in queue:
             # A service that could not be made answers nothing; its error is the hello.
@@ -522,7 +522,7 @@ class InProcessHandle:
                 self._keep("error", number, describe_error(error))
 
     def receive(self) -> list[Message]:
-        """Answers since the last call, oldest first."""
+        """Replies since the last call, oldest first."""
         found, self._answers = self._answers, []
         return found
 
@@ -531,11 +531,11 @@ class InProcessHandle:
         return 0
 
     def over_limit(self) -> str:
-        """No limit holds."""
+        """There are no limits."""
         return ""
 
     def last_output(self) -> str:
-        """Its output is that of this process."""
+        """Its output is part of this process's output."""
         return ""
 
     def ask_to_end(self) -> None:
@@ -547,7 +547,7 @@ class InProcessHandle:
                 service.close()
 
     def has_ended(self) -> bool:
-        """Whether the service is closed, or was never made."""
+        """Whether the service is closed, or was never created."""
         return self._service is None
 
     def kill(self) -> None:
@@ -563,17 +563,17 @@ class InProcessHandle:
 
 
 class InProcessEngine:
-    """Makes services in this process.
+    """Creates services in this process.
 
     Args:
-        make: makes a service from the options of a `WorkerSpec`, in the place of the spec's own file.
+        make: creates a service from the options of a `WorkerSpec`, instead of the file given in the spec.
     """
 
     def __init__(self, make: Callable[..., Service]) -> None:
         self._make = make
 
     def start(self, spec: WorkerSpec) -> InProcessHandle:
-        """Make a service."""
+        """Create a service."""
         return InProcessHandle(self._make, spec.options)
 
     def wait(self, timeout_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A process and all that it started, as Linux's /proc shows them; elsewhere nothing is found.
+"""A process and its descendants according to Linux's /proc; nothing is found on other systems.
 
 Both ends load this file, a worker by its path: it runs on Python 3.8 with the standard library alone.
 """
@@ -10,15 +10,15 @@ import os
 import signal
 
 TAG = "MMRL_WORKER"
-"""Environment variable that marks every process a worker starts, even after the worker's end."""
+"""Environment variable that marks every process started by a worker, even after the worker has ended."""
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 PR_SET_CHILD_SUBREAPER = 36
 ROUNDS = 20
-"""Rounds of looking for processes that were started while others were being stopped."""
+"""Number of searches for processes that were started while others were being stopped."""
 
 
 def adopt_orphans() -> None:
-    """Make this process adopt orphans of its descendants, so that `descendants` finds them too."""
+    """Make this process adopt orphans of its descendants, so that `descendants` also finds them."""
     # Not in the standard library: prctl through libc.
     try:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -27,12 +27,12 @@ def adopt_orphans() -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """Numbers of the running processes below a process, parents first."""
+    """Ids of the running descendants of a process, parents first."""
     return _below(pid, _parents())
 
 
 def tree(pid: int) -> list[int]:
-    """Numbers of a process and the running ones below it, parents first; only the process if Linux does not tell.
+    """Ids of a process and its running descendants, parents first; only the process itself without /proc.
 
     Looks at these processes only, so that it can be asked often on a machine with thousands of others.
     """
@@ -43,7 +43,7 @@ def tree(pid: int) -> list[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process and all its descendants; shared pages count for each. 0 if unknown."""
+    """Memory of a process and all its descendants; shared pages are counted for each of them. 0 if unknown."""
     # Shared pages count for each process: a limit is meant to be safe, not exact.
     total = 0
     for each in tree(pid):
@@ -56,7 +56,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def threads(pid: int) -> int:
-    """Threads of a process and all below it."""
+    """Number of threads of a process and all its descendants."""
     total = 0
     for each in tree(pid):
         try:
@@ -68,7 +68,7 @@ def threads(pid: int) -> int:
 
 
 def end_descendants(pid: int) -> None:
-    """Kill everything below a process; stopped first, so that nothing is started meanwhile."""
+    """Kill all descendants of a process; they are stopped first so that nothing is started meanwhile."""
     found: set[int] = set()
     for _ in range(ROUNDS):
         new = set(descendants(pid)) - found
@@ -83,7 +83,7 @@ def end_descendants(pid: int) -> None:
 
 
 def end_tagged(token: str) -> None:
-    """Kill the processes whose environment has the token under `TAG`; this one is spared."""
+    """Kill the processes whose environment has the token under `TAG`, except this one."""
     # The environment is inherited, even by processes that have left their group and lost their parent.
     mark = (TAG + "=" + token).encode()
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Objects of the user's program, which a configuration names as `given:NAME` while that program has a run.
+"""Objects of the user's program, written as `given:NAME` in the configuration of a run of that program.
 
 They are looked up in this process. A worker process gets those that cloudpickle can write, through its pipe and never
 through a file: what a run writes only names them, with their source text and its digest.
@@ -18,14 +18,14 @@ from mmrl.workers.loading import GIVEN, GIVEN_ELSEWHERE, LoadError
 _OBJECTS: dict[str, Any] = {}
 _PICKLED: dict[str, bytes] = {}
 MODEL = "model"
-"""Name of an object that holds a model, which workers of rewards and environments do not get."""
+"""Name of an object that contains a model; workers of rewards and environments do not get it."""
 _MODELS: dict[str, Any] = {}
-"""Loaded models by the folder that holds their weights at the start of the run."""
+"""Loaded models by the folder with their weights at the start of the run."""
 
 
 @contextlib.contextmanager
 def having(objects: Mapping[str, Any], models: Mapping[str, Any] | None = None) -> Iterator[None]:
-    """Know these objects by their names, here and in worker processes that are started meanwhile.
+    """Register these objects by name, in this process and in worker processes started meanwhile.
 
     `models` are loaded models by the folder that they are saved in, each used once instead of reading the folder.
     """
@@ -43,12 +43,12 @@ def having(objects: Mapping[str, Any], models: Mapping[str, Any] | None = None) 
 
 
 def take_model(folder: str) -> Any:
-    """The loaded model of a folder when it is asked for the first time; None otherwise."""
+    """The loaded model of a folder on the first request; None otherwise."""
     return _MODELS.pop(folder, None)
 
 
 def find(name: str, what: str) -> Any:
-    """The object of a name; raises LoadError if this program has none."""
+    """The object with a name; raises LoadError if this program has none."""
     if name not in _OBJECTS and name in _PICKLED:
         _OBJECTS[name] = _unpickled(name, what)
     if name not in _OBJECTS:
@@ -63,19 +63,19 @@ def _unpickled(name: str, what: str) -> Any:
         return cloudpickle.loads(_PICKLED[name])
     except BaseException as error:
         raise LoadError(
-            f"{what}: {name} cannot be rebuilt in a worker process ({type(error).__name__}: {error}); import what it "
-            "needs inside of it, or run it in the training process (isolate: false)"
+            f"{what}: {name} cannot be rebuilt in a worker process ({type(error).__name__}: {error}); import what "
+            "it needs inside the function, or run it in the training process (isolate: false)"
         ) from error
 
 
 def portable(*, weights: bool = False) -> dict[str, bytes]:
-    """The objects that can be sent to a worker process, pickled; those that hold a model only with `weights`."""
+    """The objects that can be sent to a worker process, pickled; objects with a model only if `weights` is set."""
     found = [name for name in _OBJECTS if weights or name != MODEL]
     return {name: _PICKLED[name] for name in found if unportable(name) is None}
 
 
 def unportable(name: str) -> str | None:
-    """Why an object cannot be sent to a worker process; None if it can."""
+    """Reason why an object cannot be sent to a worker process; None if it can."""
     if name in _PICKLED:
         return None
     try:
@@ -92,12 +92,12 @@ def _pickle(value: Any) -> bytes:
 
 
 def receive(pickled: Mapping[str, Any]) -> None:
-    """Take what `portable` returned in the process that started this one."""
+    """Load what `portable` returned in the process that started this one."""
     _PICKLED.update({name: bytes(content) for name, content in pickled.items()})
 
 
 def about(value: Any) -> dict[str, Any]:
-    """Source text of an object, where it stands, and the digest of the text, to tell a changed object from the same."""
+    """Source text of an object, its location, and a digest of the text, used to detect changes."""
     plain = inspect.unwrap(value.func if isinstance(value, functools.partial) else value)
     plain = getattr(plain, "__func__", plain)
     if not (inspect.isclass(plain) or inspect.isroutine(plain)):
@@ -117,5 +117,5 @@ def _digest(text: str) -> str:
 
 
 def about_name(name: str) -> dict[str, Any]:
-    """`about` of an object by its name; empty if this program has none."""
+    """`about` for an object given by name; empty if this program has none."""
     return about(_OBJECTS[name]) if name in _OBJECTS else {}

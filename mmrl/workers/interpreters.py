@@ -1,4 +1,4 @@
-"""Python environments of their own, for packages whose requirements exclude this one's."""
+"""Separate Python environments for packages whose requirements conflict with this one's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def environment_folder(kind: str, name: str, folder: str | Path | None = None) -
 
 
 def model_folder(path: str) -> Path:
-    """The folder that a `model.path` names: one here, else one that `mmrl setup` made under that name."""
+    """The folder given by `model.path`: one here, else one that `mmrl setup` made under that name."""
     here, made = expanded(path), environment_folder("models", path)
     return made if path and "/" not in path and not here.exists() and made.is_dir() else here
 
@@ -34,7 +34,7 @@ def python_in(folder: Path) -> Path:
 
 
 def install(name: str, place: Path, steps: Sequence[str], python: str | None, report: Callable[[str], object]) -> Path:
-    """Make a virtual environment and run pip in it; what an earlier call left there is brought up to date.
+    """Create a virtual environment and run pip in it; an existing one is brought up to date.
 
     Args:
         name: of the environment, for messages.
@@ -51,7 +51,7 @@ def install(name: str, place: Path, steps: Sequence[str], python: str | None, re
         RunError: a step failed.
     """
     if place.is_dir() and any(place.iterdir()) and not (place / "pyvenv.cfg").is_file():
-        raise UserError(f"{place} holds something that is no virtual environment; name another folder")
+        raise UserError(f"{place} contains something other than a virtual environment; choose another folder")
     report(f"{name}: virtual environment in {place}")
     run_apart([python or sys.executable, "-m", "venv", str(place)])
     for step in steps:
@@ -61,7 +61,7 @@ def install(name: str, place: Path, steps: Sequence[str], python: str | None, re
 
 
 def run_apart(command: Sequence[str]) -> str:
-    """Run a program that must not see this Python's modules; returns its output, raises RunError."""
+    """Run a program that must not see this Python's modules; returns its output or raises RunError."""
     variables = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
     done = subprocess.run(list(command), capture_output=True, text=True, errors="replace", env=variables, check=False)
     if done.returncode:

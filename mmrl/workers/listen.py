@@ -1,4 +1,4 @@
-"""A service behind a socket, for processes that this one did not start; the messages are those of `mmrl.workers.wire`.
+"""A service behind a socket, for processes not started by this one; messages follow `mmrl.workers.wire`.
 
     python listen.py path/to/service.py:make HOST:PORT '{"option": 1}'
 
@@ -53,7 +53,7 @@ class Connection:
             return None
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Send an answer; a client that has left is noticed by `receive`."""
+        """Send a reply; `receive` detects if the client has left."""
         try:
             self._peer.sendall(wire.pack(fields, arrays))
         except OSError:
@@ -77,7 +77,7 @@ def _serve(service: Service, client: Connection, token: str) -> None:
         return
     # In constant time, so that the token cannot be guessed byte by byte.
     if not hmac.compare_digest(str(first.fields.get("token", "")), token):
-        refusal = {"type": "PermissionError", "message": f"wrong token; both sides read {TOKEN}"}
+        refusal = {"type": "PermissionError", "message": f"wrong token; both sides use {TOKEN}"}
         client.send({"kind": "error", "id": 0, "body": {**refusal, "for_user": True, "traceback": ""}})
         return
     client.send({"kind": "hello", "id": 0, "body": dict(service.hello())})
@@ -86,7 +86,7 @@ def _serve(service: Service, client: Connection, token: str) -> None:
 
 
 def main(service: str, address: str, options: Mapping[str, Any]) -> None:
-    """Make a service and listen at HOST:PORT until the process is ended."""
+    """Create a service and listen at HOST:PORT until the process ends."""
     file, _, name = service.rpartition(":")
     host, _, port = address.rpartition(":")
     # Before the socket: a service that cannot be made takes no clients.

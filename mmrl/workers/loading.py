@@ -1,4 +1,4 @@
-"""Functions that users name as `module:function` or `path/to/file.py:function`.
+"""Load functions given as `module:function` or `path/to/file.py:function`.
 
 Workers load this file, also by its path in the interpreter of a service: it runs on Python 3.8 with the standard
 library alone.
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class LoadError(Exception):
-    """A function that cannot be loaded, or takes other arguments; the message names the cause and the functions."""
+    """A function that cannot be loaded or takes different arguments; the message states the cause and the functions."""
 
     for_user = True
     """See `mmrl.workers.serve.Service`."""
@@ -32,28 +32,28 @@ class LoadError(Exception):
 
 SUITE = ("mmrl", "diffusion", "robotics")
 GIVEN = "given"
-"""What stands before the name of an object of the program that started the run; see `mmrl.workers.given`."""
+"""Prefix for names of objects of the program that started the run; see `mmrl.workers.given`."""
 GIVEN_ELSEWHERE = (
-    "an object of the Python program that started this run, which is not at hand: run that program again, with "
-    "resume=True to continue. A process of another interpreter needs path/to/file.py:name"
+    "an object of the Python program that started this run, which is not available: run that program again, with "
+    "resume=True to continue. For a process of another interpreter, use path/to/file.py:name"
 )
 ROOT = Path(__file__).resolve().parents[2]
-"""Folder of the suite's packages. Simulators with a Python of their own load their factories by path."""
+"""Folder of the suite's packages. Simulators with their own Python load their factories by path."""
 RESTRICTED = "MMRL_RESTRICTED"
-"""Environment variable of a process that uses a file from elsewhere, and of those that it starts: a JSON list of the
+"""Environment variable of a process that uses a file from elsewhere, and of its child processes: a JSON list of the
 functions outside the suite that may be loaded. See `mmrl.trust`."""
 
 
 def names_function(spec: str) -> bool:
-    """Whether a name means `module:function`, not an id of Gymnasium, which may have a `module:` in front too."""
+    """Whether a name is `module:function`, and not a Gymnasium id, which may also begin with `module:`."""
     place, _, name = spec.rpartition(":")
     return bool(place) and name.isidentifier()
 
 
 RENDERERS = (("egl", "EGL"), ("osmesa", "OSMesa"))
-"""Values of `MUJOCO_GL` that need no screen, and the libraries they need, the fastest first."""
+"""Values of `MUJOCO_GL` that need no screen, and the libraries they need, fastest first."""
 GUESSED = "MMRL_GUESSED_RENDERER"
-"""Environment variable with a choice that has not been tried, which `robotics.sim.backends` may still change."""
+"""Environment variable with an untested choice, which `robotics.sim.backends` may still change."""
 
 
 def choose_renderer() -> None:
@@ -71,7 +71,7 @@ def choose_renderer() -> None:
 
 
 def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
-    """Load a function by name, from an installed module, the working directory or a file; it may draw with MuJoCo."""
+    """Load a function by name, from an installed module, the working directory or a file; it may render with MuJoCo."""
     choose_renderer()
     place, separator, name = spec.rpartition(":")
     if not separator or not place or not name:
@@ -99,7 +99,7 @@ def find_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
 
 
 def check_allowed(spec: str, what: str, home: str | None = None) -> None:
-    """Refuse code that nobody allowed, by its name before the import and by the module that defines it afterwards."""
+    """Reject code that was not allowed, by its name before the import and by its defining module afterwards."""
     listed = os.environ.get(RESTRICTED)
     if listed is None or spec in ("gymnasium:make", *json.loads(listed)):
         return
@@ -112,7 +112,7 @@ def check_allowed(spec: str, what: str, home: str | None = None) -> None:
         known = home.partition(".")[0] in SUITE or (own_file and home == _module_name(file))
     if not known:
         raise LoadError(
-            f"{what}: {spec} is code outside the suite, which a file from elsewhere may not load; add --allow {spec}"
+            f"{what}: {spec} is code outside the suite, which a file from elsewhere cannot load; add --allow {spec}"
         )
 
 
@@ -122,7 +122,7 @@ def _module_name(file: Path) -> str:
 
 
 def check_arguments(place: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-    """Refuse arguments that a function does not take, or lacks, before it runs."""
+    """Raise an error for arguments that a function does not take, or is missing, before it runs."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):
@@ -134,7 +134,7 @@ def check_arguments(place: str, function: Callable[..., Any], kwargs: Mapping[st
 
 
 def append_path(folder: str) -> None:
-    """Let user code import its neighbours; at the end, so that it cannot hide an installed package."""
+    """Let user code import neighbouring files; appended at the end so that it cannot hide an installed package."""
     if folder not in sys.path:
         sys.path.append(folder)
 
@@ -151,7 +151,7 @@ def _load_file(place: str, what: str) -> ModuleType:
     if not file.is_file():
         folder = file.parent
         found = sorted(entry.name for entry in folder.glob("*.py")) if folder.is_dir() else []
-        raise LoadError(f"{what}: no such file {file}; Python files there: {', '.join(found) or 'none'}")
+        raise LoadError(f"{what}: file not found: {file}; Python files there: {', '.join(found) or 'none'}")
     name = _module_name(file)
     # Imported once, as modules are; a second import would make a second class of everything.
     if name in sys.modules:
@@ -190,10 +190,10 @@ def _load_module(place: str, what: str) -> ModuleType:
         if error.name is None or not place.startswith(error.name):
             raise LoadError(f"{what}: importing {place} fails: {error}") from error
         if moved := _moved(place):
-            raise LoadError(f"{what}: the module {place} is {moved} now") from None
+            raise LoadError(f"{what}: the module {place} was renamed to {moved}") from None
         raise LoadError(
-            f"{what}: there is no module {place!r} (no {error.name!r} in {cwd} or installed); "
-            "a file is named like path/to/file.py:function"
+            f"{what}: module {place!r} not found (no {error.name!r} in {cwd} or installed); for a file, use "
+            "path/to/file.py:function"
         ) from None
     except Exception as error:
         raise LoadError(f"{what}: {place} fails on import: {type(error).__name__}: {error}") from error

@@ -1,4 +1,4 @@
-"""Memory, cores and GPUs of this machine, or of the container around this process, and its share of them."""
+"""Memory, cores and GPUs of this machine or container, and this process's fraction of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 DEVICES = Path("/dev")
 CGROUP_OF_PROCESS = Path("/proc/self/cgroup")
 CGROUP_LIMITS = {"": "/sys/fs/cgroup{group}/memory.max", "memory": "/sys/fs/cgroup/memory{group}/memory.limit_in_bytes"}
-"""Files of limits by controller: of version 2, which names none, and of version 1."""
+"""Files with limits by controller, for version 2 (which has no controller names) and version 1."""
 
 
 def _limit_files() -> Iterator[Path]:
@@ -27,7 +27,7 @@ def _limit_files() -> Iterator[Path]:
 
 
 def machine_bytes() -> int | None:
-    """Return the memory in bytes available to all processes here together; None if unknown."""
+    """Return the memory in bytes available to all processes on this machine together; None if unknown."""
     found = []
     try:
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -42,13 +42,13 @@ def machine_bytes() -> int | None:
 
 
 def usable_cores() -> int:
-    """Return the number of cores on which this process may run; of several training processes here, its share."""
+    """Return the number of cores this process may use; its share if several training processes run on this machine."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def device_variables() -> dict[str, str]:
-    """Environment variables with which a worker computes and draws on the GPU of this training process.
+    """Environment variables that make a worker compute and render on the GPU of this training process.
 
     Empty unless there are several of them on this machine and GPUs: alone, a process may use all.
     """

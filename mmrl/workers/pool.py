@@ -1,4 +1,4 @@
-"""A pool of worker processes, any of which may raise, hang or die without harm to this process.
+"""A pool of worker processes, which may raise, hang or die without affecting this process.
 
     spec = WorkerSpec("path/to/service.py:make", {"limit": 3}, purpose="parsing")
     with WorkerPool(spec, 4) as pool:
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     import numpy as np
 
 FIRST_SHARE = 0.1
-"""Part of its time that a request gets first once another one has hung,"""
+"""Fraction of its time that a request gets at first once another one has hung,"""
 SLOWEST_FACTOR = 4.0
 """or this multiple of the slowest answer's time, if that is more."""
 HUNG_IN_A_ROW = 10
-"""Requests with their whole time after which the others that hung in theirs first are given up."""
+"""Number of consecutive requests that hang in their full time after which the remaining hung ones are given up."""
 AT_ONCE = 16
-"""Most requests that wait in the pipe of one worker, so that it need not wait for the pool between two of them."""
+"""Maximum number of requests queued in a worker's pipe, so that it does not have to wait for the pool between them."""
 LOADING_SECONDS = 0.5
-"""Seconds for which a note that the worker imports modules is valid: until the next heartbeat."""
+"""Seconds for which a report that the worker imports modules is valid: until the next heartbeat."""
 MEMORY_SECONDS = 0.2
-"""Seconds between two measurements of a worker's memory and of what else is limited."""
+"""Seconds between two measurements of a worker's memory and other limited quantities."""
 TEXT_CHARS = 20_000
-"""Most characters kept of a worker's account of an exception."""
+"""Maximum number of characters kept of a worker's description of an exception."""
 
 Answer: TypeAlias = "Message | WorkerFailure"
 
@@ -54,22 +54,22 @@ class Request:
     fields: Mapping[str, Any]
     """JSON."""
     arrays: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Arrays by name, see `mmrl.workers.wire.pack`."""
+    """Arrays by name; see `mmrl.workers.wire.pack`."""
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """A request that a worker has to answer once before others make sense, such as loading a module or a model."""
+    """A request that a worker must complete once before other requests, such as loading a module or a model."""
 
     key: str
-    """Names it; a worker that has answered is not asked again."""
+    """Its identifier; a worker that has completed it is not asked again."""
     request: Request
     timeout_s: float
-    """Seconds for the answer."""
+    """Time limit in seconds for the reply."""
 
 
 class Pending(NamedTuple):
-    """A request without an answer."""
+    """A request without a reply."""
 
     number: int
     timeout_s: float
@@ -87,9 +87,9 @@ class Worker:
         # Not waited for: the hello is request 0, so that the workers of a pool start at the same time.
         self.handle = engine.start(spec)
         self.prepared: dict[str, Message] = {}
-        """Answers to preparations by key."""
+        """Replies to preparations by key."""
         self.pending = deque([Pending(0, spec.start_timeout_s, "start", None)])
-        """Requests without an answer, the oldest first; the start is the first of all."""
+        """Requests without a reply, oldest first; the very first one is the start."""
         # `_look_at`: nothing can go wrong before this time, so the worker need not be asked before it.
         self._number, self._since = 0, time.monotonic()
         self._measured_at = self._look_at = 0.0
@@ -111,18 +111,18 @@ class Worker:
         self.handle.flush()
 
     def forget(self) -> None:
-        """Drop requests whose answers nobody waits for any more, those of an interrupted call."""
+        """Drop requests of an interrupted call, whose replies are no longer needed."""
         if self.pending:
             # Answers to the dropped ones still come; `collect` knows them by their numbers and throws them away.
             self.pending = deque(pending for pending in self.pending if pending.stage == "start")
 
     @property
     def interrupted(self) -> bool:
-        """Whether it works on a request whose answer nobody waited for."""
+        """Whether it is working on a request whose reply is no longer needed."""
         return any(pending.stage != "start" for pending in self.pending)
 
     def collect(self) -> list[tuple[Pending, Answer]]:
-        """Take the answers so far in the order of the requests, up to the first failure."""
+        """Take the replies so far in the order of the requests, up to the first failure."""
         messages = self.handle.receive()
         if not messages and self.handle.ending is None and time.monotonic() < self._look_at:
             return []
@@ -145,12 +145,12 @@ class Worker:
         return found
 
     def seconds_left(self) -> float:
-        """Until the oldest request has taken too long."""
+        """Seconds until the oldest request has taken too long."""
         # The earlier of two limits: the request's own, and that of the heartbeat.
         return min(self._deadline(), self._last_beat_due()) - time.monotonic()
 
     def patience_s(self) -> float:
-        """Seconds after which to look at the worker again, if nothing comes from it before."""
+        """Seconds after which to check the worker again, if nothing arrives from it before."""
         now = time.monotonic()
         if now >= self._look_at:
             left_s = self.seconds_left()
@@ -179,10 +179,10 @@ class Worker:
             return self._with_output(WorkerFailure("crashed", ending.reason, stage=stage, exit_code=ending.exit_code))
         if self.seconds_left() > 0:
             return None
-        limit_s, reason = self.pending[0].timeout_s, "no answer in {:g} s"
+        limit_s, reason = self.pending[0].timeout_s, "no reply within {:g} s"
         # Both limits may have passed; the reason names the one that has.
         if time.monotonic() < self._deadline() and self.spec.heartbeat_timeout_s is not None:
-            limit_s, reason = self.spec.heartbeat_timeout_s, "no sign of life for {:g} s"
+            limit_s, reason = self.spec.heartbeat_timeout_s, "no heartbeat for {:g} s"
         return self._with_output(WorkerFailure("hung", reason.format(limit_s), stage=stage, limit_s=limit_s))
 
     def _over_limit(self) -> WorkerFailure | None:
@@ -193,7 +193,7 @@ class Worker:
         self._measured_at, held = now, self.handle.memory_bytes()
         stage = self.pending[0].stage
         if held > limit:
-            reason = f"it held {held >> 20} MiB of memory; at most {limit >> 20} MiB are allowed"
+            reason = f"it used {held >> 20} MiB of memory; at most {limit >> 20} MiB are allowed"
             return self._with_output(WorkerFailure("memory", reason, stage=stage))
         if self.spec.strict is not None and (reason := self.handle.over_limit()):
             return self._with_output(WorkerFailure("limit", reason, stage=stage))
@@ -202,7 +202,7 @@ class Worker:
     def _with_output(self, failure: WorkerFailure) -> WorkerFailure:
         # The last line a worker wrote often holds the reason, such as an assertion in C++.
         output = self.handle.last_output()
-        reason = f"{failure.reason}; it last wrote: {output.splitlines()[-1]}" if output else failure.reason
+        reason = f"{failure.reason}; its last output was: {output.splitlines()[-1]}" if output else failure.reason
         return WorkerFailure(**{**vars(failure), "reason": one_line(reason), "evidence": output})
 
 
@@ -261,7 +261,7 @@ class Slots:
         return slot
 
     def collect(self, slots: Collection[int], at_most_s: float = math.inf) -> list[tuple[int, Pending, Answer]]:
-        """Wait, up to a limit in seconds, until one of these workers has answered or failed."""
+        """Wait, up to a limit in seconds, until one of these workers has replied or failed."""
         # 0 at first: answers that have arrived already are taken without a wait.
         end, patience_s = time.monotonic() + at_most_s, 0.0
         while True:
@@ -274,7 +274,7 @@ class Slots:
             patience_s = max(0.0, min(left_s, *(self.worker(slot).patience_s() for slot in slots)))
 
     def gather(self, slots: Iterable[int]) -> dict[int, Answer]:
-        """Wait until each of these workers has answered all its requests or failed."""
+        """Wait until each of these workers has replied to all its requests or failed."""
         answers: dict[int, Answer] = {}
         waiting = set(slots)
         while waiting:
@@ -294,7 +294,7 @@ class Slots:
         self.discard(slot)
 
     def discard(self, slot: int) -> None:
-        """Kill the worker of a slot, without a count."""
+        """Kill the worker of a slot without counting it."""
         worker, self.workers[slot] = self.workers[slot], None
         if worker is not None:
             worker.handle.kill()
@@ -325,11 +325,12 @@ def _stop_all(workers: list[Worker | None], closing_s: float, owner: int) -> Non
 
 
 class Spread:
-    """The requests of one call on their path through the workers.
+    """The requests of one call while the workers process them.
 
-    A failure is charged to the request that its worker was working on; those that waited behind it go to others. After
-    one request has hung, the others get a part of their time first, so that those that do answer are not kept waiting
-    by more that hang; these get their whole time at the end, until some of them in a row have hung again.
+    A failure is attributed to the request that its worker was processing; requests queued behind it go to other
+    workers. After one request has hung, the others first get only a part of their time, so that normal requests do not
+    have to wait for more that hang. Requests that exceed it get their full time at the end, until some of them in a row
+    have hung again.
     """
 
     def __init__(
@@ -355,11 +356,11 @@ class Spread:
         self._heard_at: dict[int, float] = {}
 
     def run(self) -> list[Answer]:
-        """Work until every request has an answer or the time is up."""
+        """Work until every request has a reply or the time is up."""
         try:
             while self._waiting or self._running or self._again:
                 if time.monotonic() > self._end:
-                    reason = f"not all requests were answered in {self._total_s:g} s"
+                    reason = f"not all requests were completed within {self._total_s:g} s"
                     self._give_up(WorkerFailure("hung", reason, stage="total", limit_s=self._total_s))
                     break
                 self._hand_out()
@@ -462,7 +463,7 @@ class WorkerPool:
         spec: how to start a worker.
         size: slots.
         engine: starts the workers; processes of this machine when None.
-        max_restarts: restarts a slot without `note_success`, after which `ask_with_retries` raises; None for any
+        max_restarts: restarts per slot without `note_success`, after which `ask_with_retries` raises; None for any
             number.
         goal: what `note_success` reports, for that error.
     """
@@ -484,7 +485,7 @@ class WorkerPool:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Failures by kind (keys of `WORKER_FAILURES`) and restarts since the pool was made."""
+        """Failures by kind (keys of `WORKER_FAILURES`) and restarts since the pool was created."""
         return self._slots.counts
 
     @property
@@ -528,7 +529,7 @@ class WorkerPool:
         *,
         check: Callable[[Request, Message], WorkerFailure | None] | None = None,
     ) -> dict[int, Answer]:
-        """Send one request to each of some workers and wait for all answers.
+        """Send one request to each of some workers and wait for all replies.
 
         Args:
             requests: by slot.
@@ -570,7 +571,7 @@ class WorkerPool:
         *,
         check: Callable[[Request, Message], WorkerFailure | None] | None = None,
     ) -> dict[int, Answer]:
-        """Like `ask`, but a request that failed is tried again in a fresh process.
+        """Like `ask`, but failed requests are retried in a fresh process.
 
         Args:
             requests: by slot.
@@ -608,7 +609,7 @@ class WorkerPool:
         total_s: float | None = None,
         preparation: Preparation | None = None,
     ) -> list[Answer]:
-        """Spread requests over the workers; one that hangs or crashes its worker fails alone.
+        """Distribute requests over the workers; a request that hangs or crashes its worker fails alone.
 
         Args:
             make_request: makes a request from its number, when it is sent.
@@ -627,7 +628,7 @@ class WorkerPool:
             return Spread(self._slots, make_request, count, timeout_s, total_s, preparation).run()
 
     def prepare(self, preparation: Preparation) -> Answer:
-        """Prepare one worker, unless it is prepared already, and return its answer."""
+        """Prepare one worker, unless it is already prepared, and return its reply."""
         with self._lock:
             slot = self._slots.free(())
             worker = self._slots.worker(slot)
@@ -651,11 +652,11 @@ class WorkerPool:
             self._slots.lose(slot, failure)
 
     def note_success(self) -> None:
-        """Forgive the restarts so far."""
+        """Reset the count of restarts."""
         self._slots.restarts_in_a_row = 0
 
     def processes(self) -> list[int]:
-        """Numbers of the processes that run now."""
+        """Ids of the running processes."""
         return [worker.handle.pid for worker in self._slots.workers if worker is not None]
 
     def memory_bytes(self) -> int:
@@ -663,7 +664,7 @@ class WorkerPool:
         return max((worker.handle.memory_bytes() for worker in self._slots.workers if worker is not None), default=0)
 
     def close(self) -> None:
-        """End all workers; also done when the pool is garbage or the interpreter ends."""
+        """End all workers; also done when the pool is garbage-collected or the interpreter exits."""
         with self._lock:
             self._slots.close()
 

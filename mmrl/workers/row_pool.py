@@ -26,36 +26,37 @@ from mmrl.workers.wire import Message
 LOGGER = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
 MAX_FILES = 100
-"""Tracebacks kept of a run; reasons beyond that are still counted and logged."""
+"""Maximum number of tracebacks kept per run; further reasons are still counted and logged."""
 THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLimits:
-    """How the processes of environments are started, and limits for those that break."""
+    """How environment processes are started, and limits for environments that break."""
 
     python: str | None = None
-    """Interpreter of the environments; this one, with its module paths, when None."""
+    """Interpreter of the environments; None uses this one, with its module paths."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of the processes on top of this process's."""
+    """Environment variables of the processes in addition to those of this process."""
     start_timeout_s: float = bounded(180.0, above=0)
-    """Seconds for imports and construction."""
+    """Time limit in seconds for imports and construction."""
     reset_timeout_s: float = bounded(120.0, above=0)
-    """Seconds for beginning an episode, which may load another scene."""
+    """Time limit in seconds for beginning an episode, which may load another scene."""
     heartbeat_timeout_s: float = bounded(30.0, above=0)
-    """Seconds without a heartbeat, missed only while code holds the GIL or the process is stopped."""
+    """Maximum seconds without a heartbeat; heartbeats are only missed if code holds the GIL or the process is
+    stopped."""
     memory_mb: float | None = bounded(None, above=0)
-    """MiB that a process and its children may hold while it works; beyond that its episode fails and a fresh process
-    takes over. None = any."""
+    """Memory limit in MiB for a process and its children while it works; if it is exceeded, the episode fails and a
+    fresh process takes over. null disables it."""
     reset_retries: int = bounded(2, at_least=0)
-    """Further attempts at an episode that did not begin, each in a fresh process."""
+    """Number of additional attempts to begin an episode, each in a fresh process."""
     max_restarts: int = bounded(20, at_least=1)
-    """Restarts of a process without a completed episode in between, after which the run stops."""
+    """Number of restarts of a process without a completed episode in between after which the run stops."""
 
     def worker_spec(
         self, service: Path, purpose: str, options: Mapping[str, Any], variables: Mapping[str, str] | None = None
     ) -> WorkerSpec:
-        """Settings with which a worker is started from the function `make` of a service's file.
+        """Settings for starting a worker from the function `make` of a service's file.
 
         Args:
             service: the file.
@@ -79,7 +80,7 @@ class RowLimits:
 
 
 class FailureLog:
-    """Reasons of failures, counted; those that differ only in numbers are one."""
+    """Counts of failures by reason; reasons that only differ in numbers are counted together."""
 
     def __init__(self, name: str, folder: Path | None = None) -> None:
         self.name = name
@@ -88,7 +89,7 @@ class FailureLog:
         """Number of failures by reason."""
 
     def note(self, failure: WorkerFailure) -> None:
-        """Count a failure; log it the first, 10th, 100th, ... time that its reason occurs."""
+        """Count a failure; log the first, 10th, 100th, ... time that its reason occurs."""
         # Reasons that differ in a number (a port, a step) are one, or every failure would be new.
         reason = re.sub(r"\d+", "#", f"{failure.kind}: {failure.reason}")
         self.counts[reason] += 1
@@ -96,17 +97,17 @@ class FailureLog:
         # 10th, 100th, ...: a run of days with a flaky environment must not fill its log.
         if count == 1:
             kept = self._write(reason, failure)
-            after = "; a fresh process takes its place" if failure.kind in WORKER_FAILURES else ""
-            after += f"; what it said is in {kept}" if kept is not None else ""
+            after = "; it is replaced by a fresh process" if failure.kind in WORKER_FAILURES else ""
+            after += f"; its output is in {kept}" if kept is not None else ""
             LOGGER.warning("the environment %s %s: %s%s", self.name, failure.kind, failure.reason, after)
         elif re.fullmatch("10+", str(count)):
-            LOGGER.warning("the environment %s: %d times so far: %s", self.name, count, reason)
+            LOGGER.warning("environment %s: %d times so far: %s", self.name, count, reason)
 
     def summary(self) -> None:
-        """Log how often each reason came that came more than once."""
+        """Log how often each reason occurred, if more than once."""
         for reason, count in self.counts.most_common():
             if count > 1:
-                LOGGER.warning("the environment %s: %d times in all: %s", self.name, count, reason)
+                LOGGER.warning("environment %s: %d times in total: %s", self.name, count, reason)
 
     def _write(self, reason: str, failure: WorkerFailure) -> Path | None:
         # A file for each of the first reasons; a run that fails in ever new ways must not fill the disk.
@@ -119,22 +120,22 @@ class FailureLog:
             self.folder.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{self.name} {failure.kind}: {failure.reason}\n\n{failure.evidence}\n", errors="replace")
         except OSError as error:
-            LOGGER.warning("the environment's traceback cannot be written to %s: %s", path, error)
+            LOGGER.warning("the environment's traceback could not be written to %s: %s", path, error)
             return None
         return path
 
 
 class RowPool(Generic[Reply]):
-    """Environments in worker processes; a row has a process to itself and one episode at a time.
+    """Environments in worker processes; each row has its own process and one episode at a time.
 
     Args:
-        name: the environment's, for messages.
+        name: of the environment, for messages.
         spec: how a worker is started.
         rows: number of processes.
         limits: time for beginning an episode, retries and restarts.
         step_timeout_s: seconds for any other request.
         engine: starts the workers; processes of this machine when None.
-        kinds: what is counted besides failures of workers: `dropped`, episodes without a result, and kinds of `_read`.
+        kinds: other counts than failures of workers: `dropped` (episodes without a result), and kinds of `_read`.
     """
 
     def __init__(
@@ -155,24 +156,24 @@ class RowPool(Generic[Reply]):
         self._limits = limits
         self._step_timeout_s = step_timeout_s
         # The pool counts restarts in a row, and an episode that ends forgives them.
-        goal = f"episode of {name} that came to its end"
+        goal = f"completed episode of {name}"
         self._pool = WorkerPool(spec, rows, engine=engine, max_restarts=limits.max_restarts, goal=goal)
         self._counts = dict.fromkeys(kinds, 0)
         self._live: set[int] = set()
         # By row and not by process: a row that failed stays failed while its fresh process serves others.
         self.broken: dict[int, WorkerFailure] = {}
-        """Rows that have failed since they began, and why."""
+        """Rows that have failed since they began, with the reason."""
         self._slots = list(range(rows))
         # What each process has loaded, by slot.
         self._scenes: list[str | None] = [None] * rows
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Failures of workers by kind, restarts, and the pool's own kinds, since the pool was made."""
+        """Failures of workers by kind, restarts, and the pool's own kinds, since the pool was created."""
         return {**self._pool.counts, **self._counts}
 
     def start(self) -> Message:
-        """Start all workers; returns what the first one says of its environment, or raises `error`."""
+        """Start all workers; returns the first worker's description of its environment, or raises `error`."""
         hello = self._pool.start()
         if isinstance(hello, WorkerFailure):
             raise self.error("did not start", hello)
@@ -189,7 +190,7 @@ class RowPool(Generic[Reply]):
     def begin(
         self, requests: Mapping[int, Request], *, scenes: Sequence[str] = (), retries: int | None = None
     ) -> dict[int, Reply | WorkerFailure]:
-        """Start episodes and drop running ones of these rows; one that does not begin is tried in a fresh process.
+        """Start episodes and drop running ones of these rows; failed starts are retried in a fresh process.
 
         Args:
             requests: by row; rows that begin are live.
@@ -223,7 +224,7 @@ class RowPool(Generic[Reply]):
         return judged
 
     def ask(self, requests: Mapping[int, Request], timeout_s: float | None = None) -> dict[int, Reply | WorkerFailure]:
-        """Send one request to each of some rows at the same time; returns answers by row.
+        """Send one request to each of some rows at the same time; returns replies by row.
 
         A row that has failed is not asked, since its process, which is a fresh one by now, knows nothing of its
         episode: its answer is the failure.
@@ -239,7 +240,7 @@ class RowPool(Generic[Reply]):
         return {row: judged[row] if row in slots else self.broken[row] for row in requests}
 
     def settle(self, rows: Collection[int]) -> None:
-        """Mark rows as no longer live, as their episodes are over; one with a result forgives the restarts."""
+        """Mark rows as finished because their episodes are over; a result resets the count of restarts."""
         self._live -= set(rows)
         # Only a result forgives: rows that broke say nothing about the others.
         if any(row not in self.broken for row in rows):
@@ -250,25 +251,25 @@ class RowPool(Generic[Reply]):
         self._pool.note_success()
 
     def start_missing(self) -> None:
-        """Replace processes that were lost; their start overlaps with what the caller does next."""
+        """Replace lost processes; they start in parallel with what the caller does next."""
         self._pool.start_missing()
 
     def processes(self) -> list[int]:
-        """PIDs of the running workers."""
+        """Process ids of the running workers."""
         return self._pool.processes()
 
     def memory_mb(self) -> float:
-        """Memory in 10^6 bytes of the largest worker, its children included."""
+        """Memory of the largest worker including its children, in 10^6 bytes."""
         return self._pool.memory_bytes() / 1e6
 
     def check_open(self) -> None:
-        """Refuse work after `close`."""
+        """Raise an error if the pool has been closed."""
         # The pool itself would start again at the next request, without the episodes that its caller expects.
         if self._pool.closed:
             raise RuntimeError(f"this {type(self).__name__} has been closed")
 
     def close(self) -> None:
-        """End all processes; also done when the interpreter ends."""
+        """End all processes; also done when the interpreter exits."""
         self.failures.summary()
         self.failures.counts.clear()
         self._live.clear()

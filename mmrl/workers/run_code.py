@@ -41,17 +41,17 @@ class CodeResult:
     """Result of a program."""
 
     exit_code: int
-    """Exit code of the process; negative for the signal that ended it."""
+    """Exit code of the process; negative if it was ended by a signal."""
     stdout: str
-    """Standard output, cut to the limit; bytes that are not UTF-8 are replaced."""
+    """Standard output, truncated to the limit; bytes that are not UTF-8 are replaced."""
     stderr: str
-    """Standard error, cut likewise."""
+    """Standard error, truncated in the same way."""
     seconds: float
-    """Wall time in seconds, the start included."""
+    """Wall time in seconds, including the start."""
     stopped: str = ""
-    """Limit that stopped it: timeout, memory, cpu, processes or files; empty where it ended by itself."""
+    """Limit that stopped it: timeout, memory, cpu, processes or files; empty if it ended normally."""
     cut: bool = False
-    """Whether it printed more than is kept."""
+    """Whether its output was truncated."""
 
     @property
     def succeeded(self) -> bool:
@@ -144,7 +144,7 @@ class _Run:
             self._selector.register(fd, selectors.EVENT_WRITE if fd == self._pipes[0] else selectors.EVENT_READ)
 
     def result(self, timeout_s: float) -> CodeResult:
-        """Wait for its end, or bring it about."""
+        """Wait for its end, or end it at the time limit."""
         try:
             stopped = self._serve(timeout_s)
         finally:
@@ -159,7 +159,7 @@ class _Run:
         texts = [self._outputs[fd].decode(errors="replace") for fd in self._pipes[1:]]
         # The sandbox itself failed, which is a matter of the machine and not of the program.
         if not entered and not stopped:
-            raise UserError(f"sandbox: strict has stopped working on this machine: {texts[1].strip()[-200:]}")
+            raise UserError(f"sandbox: strict no longer works on this machine: {texts[1].strip()[-200:]}")
         return CodeResult(code, texts[0], texts[1], time.monotonic() - self._began, stopped, self._cut)
 
     def _serve(self, timeout_s: float) -> str:

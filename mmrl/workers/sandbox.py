@@ -1,4 +1,4 @@
-"""Runs code that nobody has read (programs and tool calls of a model) in bubblewrap.
+"""Run unreviewed code (programs and tool calls of a model) in bubblewrap.
 
 A strict process has
 
@@ -36,9 +36,9 @@ MIB = 1 << 20
 PROBE_SECONDS = 30.0
 OPEN_FILES = 256
 FOLDER = "/mmrl_strict"
-"""Folder of a strict process, as it sees it."""
+"""Folder of a strict process, as seen from inside."""
 HELPERS = 3
-"""Processes around the program that make and keep its namespaces."""
+"""Number of processes around the program that create and keep its namespaces."""
 READABLE = (
     *("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/opt", "/nix/store", "/sys/devices/system"),
     *("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives", "/etc/passwd", "/etc/group", "/etc/nsswitch.conf"),
@@ -52,16 +52,16 @@ class Limits:
     """Limits of a strict process."""
 
     memory_mb: float = 1024
-    """MiB of address space of each process; `run_code` holds all of them together to it."""
+    """Address space of each process in MiB; `run_code` applies this limit to all processes together."""
     cpu_s: float = 30
-    """Seconds of CPU time of each process."""
+    """CPU time of each process in seconds."""
     file_mb: float = 64
-    """MiB of all its files together."""
+    """Total size of its files in MiB."""
     processes: int = 16
-    """Processes and threads. Linux does not limit them for root: there no process can be started, and threads are
-    counted while an answer is awaited."""
+    """Number of processes and threads. Linux does not limit them for root; as root, no process can be started, and
+    threads are counted while waiting for a reply."""
     files: int = 10_000
-    """Files and folders, which hold memory of the kernel that no other limit counts; counted likewise."""
+    """Number of files and folders, which use kernel memory not covered by other limits; counted in the same way."""
 
 
 def strict_command(
@@ -123,7 +123,7 @@ def strict_environment() -> dict[str, str]:
 
 
 def over_limit(pid: int, limits: Limits) -> tuple[str, str] | None:
-    """Name and description of a limit that a strict process exceeds, of those that `setrlimit` does not enforce."""
+    """Name and description of an exceeded limit of a strict process, among those that `setrlimit` does not enforce."""
     # Less the processes that bubblewrap adds.
     threads, files = family.threads(pid) - HELPERS, _files(pid)
     if threads > limits.processes:
@@ -148,21 +148,24 @@ def _files(pid: int) -> int:
 # Once a process: trying it starts a program.
 @functools.cache
 def require_strict() -> None:
-    """Refuse if strict processes cannot run, with a remedy."""
+    """Raise an error with a remedy if strict processes cannot run."""
     if not sys.platform.startswith("linux"):
-        raise UserError(f"sandbox: strict needs Linux; this is {sys.platform}. Run it in a Linux container or machine")
+        raise UserError(
+            f"sandbox: strict requires Linux; this is {sys.platform}. Run it in a Linux container or on a Linux machine"
+        )
     reason = why_not()
     if reason is not None:
         raise UserError(
-            f"sandbox: strict cannot keep its promises here ({reason}). Install what is missing (apt install "
-            "bubblewrap libseccomp2, or dnf install bubblewrap libseccomp) and allow user namespaces (sysctl "
-            "kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, or for a container "
-            "--security-opt seccomp=unconfined). Otherwise set sandbox: none, and give it no code that a model wrote"
+            f"sandbox: strict cannot guarantee isolation on this machine ({reason}). Install what is missing (apt "
+            "install bubblewrap libseccomp2, or dnf install bubblewrap libseccomp) and allow user namespaces "
+            "(sysctl kernel.unprivileged_userns_clone=1, kernel.apparmor_restrict_unprivileged_userns=0, or for "
+            "a container --security-opt seccomp=unconfined). Otherwise set sandbox: none, and do not run "
+            "model-written code with it"
         )
 
 
 def why_not() -> str | None:
-    """Run a program that does nothing; return why it did not run, or None if it did."""
+    """Run a program that does nothing; return the reason if it did not run, or None if it did."""
     if shutil.which("bwrap") is None:
         return "bubblewrap is not installed"
     # A whole strict process, since each of its parts may be missing or forbidden.

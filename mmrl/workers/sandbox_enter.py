@@ -25,10 +25,11 @@ FORBIDDEN = """
     ioperm modify_ldt uselib mount umount2 pivot_root chroot unshare setns open_tree move_mount fsopen fsconfig fsmount
     fspick mount_setattr open_by_handle_at name_to_handle_at memfd_create memfd_secret shmget msgget semget mq_open
 """
-"""Calls that reach the network, other processes, the machine, another view of the file system, or memory that no limit
-counts. Connected pairs of sockets, which pools use, stay possible."""
+"""System calls that reach the network, other processes, the machine, another view of the file system, or memory not
+covered by any limit. Connected pairs of sockets, which pools use, remain possible."""
 ABSENT = "clone3 io_uring_setup io_uring_enter io_uring_register"
-"""Calls answered as by a kernel without them: their arguments are in memory, which a filter cannot read."""
+"""System calls treated as if the kernel did not have them: their arguments are in memory, which a filter cannot
+read."""
 CLONE_THREAD = 0x10000
 NEW_NAMESPACES = (1 << bit for bit in (7, 17, 25, 26, 27, 28, 29, 30))
 TERMINAL_WRITES = (0x5412, 0x541C, 0x5423)
@@ -65,7 +66,7 @@ def main(settings: dict[str, Any], command: list[str]) -> None:
 
 
 def forbid_calls(forks: bool) -> None:
-    """Install the filter for this process and all that it starts; libseccomp has the calls' numbers."""
+    """Install the filter for this process and all its children; libseccomp provides the numbers of the calls."""
     library = ctypes.CDLL("libseccomp.so.2", use_errno=True)
     library.seccomp_init.restype = ctypes.c_void_p
     # Everything is allowed but what is listed: a list of what programs need would break with every library.
@@ -78,7 +79,7 @@ def forbid_calls(forks: bool) -> None:
             action = ctypes.c_uint32(ERROR | code)
             # Negative: a call that this machine's kernel does not have, and cannot be made.
             if number >= 0 and library.seccomp_rule_add_array(context, action, number, len(rules), rules) != 0:
-                raise OSError(0, f"libseccomp takes no rule for {name}")
+                raise OSError(0, f"libseccomp does not accept a rule for {name}")
 
     refuse(FORBIDDEN, errno.EPERM)
     refuse(ABSENT, errno.ENOSYS)
@@ -92,7 +93,7 @@ def forbid_calls(forks: bool) -> None:
         # Threads have CLONE_THREAD; without it, clone starts a process.
         refuse("clone", errno.EPERM, (0, CLONE_THREAD, 0))
     if library.seccomp_load(context) != 0:
-        raise OSError(0, "the kernel takes no filter of system calls")
+        raise OSError(0, "the kernel does not accept a filter of system calls")
 
 
 if __name__ == "__main__":

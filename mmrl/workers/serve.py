@@ -42,27 +42,27 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 0.5
 CLOSING_SECONDS = 5.0
-"""Time for closing the service after the pool has gone."""
+"""Time limit in seconds for closing the service after the pool has gone."""
 LOADING = {"kind": "beat", "loading": True}
 LOADING_SECONDS = 0.1
-"""Seconds between two notes that an import has started."""
+"""Seconds between two reports that an import has started."""
 
 
 class Service(Protocol):
-    """The work of a worker; a service's file has a function that makes one from keyword arguments.
+    """The work of a worker; a service's file has a function that creates it from keyword arguments.
 
-    An exception becomes a `WorkerFailure` on the other side; one with a true attribute `for_user` says that the user
-    asked for something impossible, and its message is shown to the user.
+    An exception becomes a `WorkerFailure` on the other side. If it has a true attribute `for_user`, the user requested
+    something impossible, and the message is shown to the user.
     """
 
     def hello(self) -> Mapping[str, Any]:
-        """JSON that the pool gets once, before the first answer."""
+        """JSON that is sent to the pool once, before the first reply."""
         ...
 
     def answer(
         self, fields: dict[str, Any], arrays: dict[str, np.ndarray]
     ) -> tuple[Mapping[str, Any], Mapping[str, np.ndarray]]:
-        """Work on one request, in the main thread."""
+        """Process one request, in the main thread."""
         ...
 
     def close(self) -> None:
@@ -71,10 +71,10 @@ class Service(Protocol):
 
 
 class Channel(Protocol):
-    """Destination of answers."""
+    """Destination of replies."""
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Send an answer."""
+        """Send a reply."""
         ...
 
 
@@ -82,7 +82,7 @@ def load_file(path: str | Path, name: str) -> ModuleType:
     """Import a Python file as a module of the given name."""
     spec = importlib.util.spec_from_file_location(name, str(path))
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     # Dataclasses look their module up while they are made.
     sys.modules[name] = module
@@ -116,7 +116,7 @@ class Pipes:
         threading.Thread(target=self._beat, daemon=True).start()
 
     def note_import(self) -> None:
-        """Report to the pool that the main thread begins to import."""
+        """Report to the pool that the main thread starts importing."""
         # At most every 0.1 s: a package of many modules would fill the pipe with notes.
         now = time.monotonic()
         if self._busy and threading.get_ident() == self._main and now - self._noted > LOADING_SECONDS:
@@ -131,7 +131,7 @@ class Pipes:
         return message
 
     def receive_now(self) -> wire.Message:
-        """Wait for a message that is under way."""
+        """Wait for a message that is already being sent."""
         message = wire.read(self._input)
         if message is None:  # the pool is gone
             _leave()
@@ -139,7 +139,7 @@ class Pipes:
         return message
 
     def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> None:
-        """Send an answer, after which heartbeats stop until the next request."""
+        """Send a reply, after which heartbeats stop until the next request."""
         data = wire.pack(fields, arrays)
         # First, so that the other thread adds no heartbeat behind the answer.
         self._busy = False
@@ -175,13 +175,13 @@ class Pipes:
 
 
 class ImportNotes:
-    """The first finder of modules: finds none, but notes that an import begins."""
+    """First module finder: does not find anything, but records that an import begins."""
 
     def __init__(self, pipes: Pipes) -> None:
         self._pipes = pipes
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        """Leave the module to the finders behind."""
+        """Leave the module to the other finders."""
         self._pipes.note_import()
 
 
@@ -234,7 +234,7 @@ def main(service: str, options: Mapping[str, Any]) -> None:
 
 
 def answer(pipes: Channel, worker: Service, request: wire.Message) -> None:
-    """Answer a request, or send the exception that it raised."""
+    """Process a request and send the reply, or the exception that it raised."""
     number = request.fields["id"]
     try:
         fields, arrays = worker.answer(request.fields["body"], request.arrays)

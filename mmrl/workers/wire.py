@@ -42,9 +42,9 @@ MAX_AXES = 16
 PREFIX = struct.Struct("<4sHIQ")
 DTYPES = ("|b1", "|u1", "<i4", "<i8", "<f4", "<f8")
 OTHER_DTYPES = "biufcUSmM"
-"""Kinds of NumPy's dtypes that are sent as their bytes; objects and records are not."""
+"""Kinds of NumPy dtypes that are sent as bytes; objects and records are not."""
 INTEGERS = 1 << 63
-"""Integers beyond this are sent in base 16: Python refuses to write very long ones in base 10."""
+"""Integers beyond this are sent in base 16, because Python does not write very long ones in base 10."""
 TEXT_FORMS: dict[type, Callable[[Any], str]] = {
     datetime.datetime: datetime.datetime.isoformat,
     datetime.date: datetime.date.isoformat,
@@ -78,7 +78,7 @@ class Message(NamedTuple):
 
 
 def pack(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray] | None = None) -> bytes:
-    """Make the bytes of a message: JSON fields with finite floats, and arrays of six dtypes in any byte order."""
+    """Encode a message as bytes: JSON fields with finite floats, and arrays of six dtypes in any byte order."""
     # A step of a vector environment: its numbers are in shared memory, so the message has nothing to say.
     if not arrays and fields.keys() == {"kind", "id", "body"} and not fields["body"] and fields["kind"] in SHORT_KINDS:
         return PREFIX.pack(SHORT_MARK, VERSION, SHORT_KINDS.index(fields["kind"]), fields["id"])
@@ -111,14 +111,14 @@ def read(stream: BinaryIO) -> Message | None:
 
 
 class MessageDecoder:
-    """Collects bytes as they arrive and gives out the messages that are complete."""
+    """Collects bytes as they arrive and yields complete messages."""
 
     def __init__(self, max_bytes: int = MAX_HEADER_BYTES + MAX_BODY_BYTES) -> None:
         self._held = bytearray()
         self._max_bytes = max_bytes
 
     def feed(self, data: bytes) -> Iterator[Message]:
-        """Add the bytes of one read; to be iterated to its end."""
+        """Add the bytes of one read; must be iterated to the end."""
         # The common case of a vector environment: a whole short message in one read, without a copy.
         if not self._held and len(data) == PREFIX.size and data.startswith(SHORT_MARK):
             yield _short(data)
@@ -150,16 +150,16 @@ class MessageDecoder:
 
 
 def error_text(error: BaseException) -> str:
-    """Text of an exception, whose `__str__` may raise another one."""
+    """Text of an exception, even if its `__str__` raises another one."""
     try:
         # An exception of a user's code, whose __str__ may fail as well.
         return str(error)
     except BaseException as other:
-        return f"(its text cannot be had: __str__ raised {type(other).__name__})"
+        return f"(its text is not available: __str__ raised {type(other).__name__})"
 
 
 def describe_error(error: BaseException) -> dict[str, Any]:
-    """JSON of a service's exception, from which the pool makes a `WorkerFailure`; call it in the `except` block."""
+    """JSON of a service's exception, from which the pool creates a `WorkerFailure`; call it in the `except` block."""
     try:
         # A property of a user's exception may raise, too.
         for_user = bool(getattr(error, "for_user", False))
@@ -180,7 +180,7 @@ def _little_endian(name: str, array: np.ndarray) -> np.ndarray:
     # No copy where the order is right already.
     little = values.astype(values.dtype.newbyteorder("<"), copy=False)
     if little.dtype.str not in DTYPES:
-        raise WireError(f"array {name!r} has the dtype {values.dtype}; allowed: {', '.join(DTYPES)}")
+        raise WireError(f"array {name!r} has dtype {values.dtype}; allowed: {', '.join(DTYPES)}")
     return little
 
 
@@ -195,7 +195,7 @@ def _short(prefix: bytes) -> Message:
 
 def _check_version(version: int) -> None:
     if version != VERSION:
-        raise WireError(f"the other side uses version {version} of the messages, this one uses {VERSION}")
+        raise WireError(f"the other side uses message version {version}, but this side uses {VERSION}")
 
 
 def _lengths(prefix: bytes) -> tuple[int, int]:
@@ -227,7 +227,7 @@ def _unpack(header: bytes, body: bytes | memoryview) -> Message:
         # In Python's integers, which do not overflow: a product of sizes in NumPy's could come out small.
         end = start + _array_bytes(name, dtype, shape)
         if end > len(body):
-            raise WireError(f"array {name!r} {shape} needs {end - start} bytes; {len(body) - start} came")
+            raise WireError(f"array {name!r} {shape} needs {end - start} bytes, but {len(body) - start} arrived")
         arrays[name] = _array(body[start:end], dtype, shape)
         start = end
     # Bytes that no array claims mean that both sides disagree on the layout.
@@ -238,7 +238,7 @@ def _unpack(header: bytes, body: bytes | memoryview) -> Message:
 
 def _array_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
     if dtype not in DTYPES or len(shape) > MAX_AXES or not all(0 <= size <= MAX_BODY_BYTES for size in shape):
-        raise WireError(f"array {name[:80]!r} is announced with the dtype {dtype[:80]} and the shape {shape[:9]}")
+        raise WireError(f"array {name[:80]!r} is announced with dtype {dtype[:80]} and shape {shape[:9]}")
     # The count of bytes in the dtype's name, such as 4 in "<f4".
     count = int(dtype[2:])
     for size in shape:
@@ -247,7 +247,7 @@ def _array_bytes(name: str, dtype: str, shape: tuple[int, ...]) -> int:
 
 
 def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not JSON")
 
 
 def _array(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
@@ -257,21 +257,24 @@ def _array(data: bytes | memoryview, dtype: str, shape: tuple[int, ...]) -> np.n
         # A copy, since the view is read-only and keeps the whole message alive.
         return np.frombuffer(data, dtype).reshape(shape).copy()
     except ValueError as error:
-        raise WireError(f"an array of the shape {shape} cannot be made: {error}") from None
+        raise WireError(f"an array of shape {shape} cannot be created: {error}") from None
 
 
 def _garbage(data: bytes) -> str:
-    return f"expected a message, which begins with {MARK!r}, but {data[:40]!r} came; something else writes to this pipe"
+    return (
+        f"expected a message, which begins with {MARK!r}, but received {data[:40]!r}; something else writes to "
+        "this pipe"
+    )
 
 
 def encode(value: Any) -> tuple[Any, dict[str, np.ndarray]]:
-    """Turn a value into JSON and arrays."""
+    """Convert a value to JSON and arrays."""
     encoder = _TreeWriter()
     return encoder.tree(value), encoder.arrays
 
 
 def decode(tree: Any, arrays: Mapping[str, np.ndarray]) -> Any:
-    """Build the value that was given to `encode`."""
+    """Restore the value that was passed to `encode`."""
     return _TreeReader(arrays).value(tree)
 
 
@@ -329,8 +332,9 @@ class _TreeWriter:
             # Pixels and palette, not a file format: what comes back is exactly what was sent.
             return {"image": [data, value.mode, list(value.size), value.getpalette() if value.mode == "P" else None]}
         raise TypeError(
-            f"a {kind.__module__}.{kind.__qualname__} cannot be sent to a worker process, only text, numbers, lists, "
-            "dicts, dates, NumPy arrays and PIL images; turn it into those, or keep the function in this process"
+            f"a {kind.__module__}.{kind.__qualname__} cannot be sent to a worker process; only text, numbers, "
+            "lists, dicts, dates, NumPy arrays and PIL images are supported. Convert it, or run the function in "
+            "this process"
         )
 
     def _add(self, array: np.ndarray) -> str:

@@ -8,16 +8,16 @@
 
 The formula is taken apart into subgoals, each of which has to hold at one time, and invariants, which hold during an
 interval (`robotics.contrib.stl.ground`). The high level proposes the times, the plan of an episode; the low level is a
-policy that sees the plan. To the state are added the elapsed share of the episode and for each subgoal: the time left
-until it is due and whether it still is, the time left until it has to be kept and whether it has to be (all times as
-shares of the episode). The reward is dense: a control step earns
+policy that sees the plan. The state is extended by the elapsed fraction of the episode and, for each subgoal, the time
+until it is due and whether it still is, the time until it must be kept and whether it must be (all times as fractions of
+the episode). The reward is dense: a control step earns
 
     progress (m_t - m_(t-1)) of the subgoal that is due next, m its margin,
     arrival / K at the time of each of the K subgoals, if it holds then,
     - violation / n at each of the n control steps of an invariant that is broken,
     satisfaction with the last control step, if the whole formula holds (robustness above 0).
 
-In training the plan of an episode comes from a Metropolis-Hastings chain under the critic: a plan z' drawn anew,
+In training the plan of an episode comes from a Metropolis-Hastings chain under the critic: a plan z' drawn again,
 uniform in the windows of the formula, replaces z with probability min(1, exp((V(s_0, z') - V(s_0, z)) / temperature)),
 `draws` times; `search: uniform` draws one plan without the critic. A share `explore` of the episodes is uniform anyway.
 In evaluation, `candidates` plans are drawn and the critic chooses the best. Success is that of the formula.

@@ -100,7 +100,7 @@ def draw_points(
         size_px: width and height.
 
     Returns:
-        (H, W, 3) image, and (H, W) depth in metres, infinite where nothing was drawn.
+        (H, W, 3) image, and (H, W) depth in metres, infinite if nothing was drawn.
     """
     open3d = load_open3d("rendering points")
     width, height = size_px

@@ -45,9 +45,9 @@ class LightRanges:
     """Maximum shift of each lamp along each axis."""
     direction_rad: float = bounded(0.0, at_least=0, at_most=1.0, unit="rad")
     """Maximum rotation of each lamp about each axis."""
-    brightness: list[float] = bounded(SAME, at_least=0, length=2, unit="shares of the nominal")
+    brightness: list[float] = bounded(SAME, at_least=0, length=2, unit="fractions of the nominal")
     """Minimum and maximum factor of all light."""
-    colour: float = bounded(0.0, at_least=0, at_most=1, unit="shares of the nominal")
+    colour: float = bounded(0.0, at_least=0, at_most=1, unit="fractions of the nominal")
     """Maximum change of each colour channel of each light."""
 
 
@@ -67,11 +67,11 @@ class CameraRanges:
 class ColourRanges:
     """Maximum change of each channel (red, green, blue in 0..1), drawn separately for each thing."""
 
-    pieces: float = bounded(0.0, at_least=0, at_most=1, unit="shares of full brightness")
+    pieces: float = bounded(0.0, at_least=0, at_most=1, unit="fractions of full brightness")
     """Cubes, target places and the cabinet; instructions refer to colours, so keep it small."""
-    robot: float = bounded(0.0, at_least=0, at_most=1, unit="shares of full brightness")
+    robot: float = bounded(0.0, at_least=0, at_most=1, unit="fractions of full brightness")
     """The whole arm."""
-    surroundings: float = bounded(0.0, at_least=0, at_most=1, unit="shares of full brightness")
+    surroundings: float = bounded(0.0, at_least=0, at_most=1, unit="fractions of full brightness")
     """Table and floor, each separately."""
 
 
@@ -81,7 +81,7 @@ class TextureRanges:
 
     patterns: list[str] = choice([], PATTERNS)
     """Patterns to choose from; empty = none."""
-    contrast: float = bounded(0.5, above=0, at_most=1, unit="shares of full brightness")
+    contrast: float = bounded(0.5, above=0, at_most=1, unit="fractions of full brightness")
     """Maximum darkening of a pattern's darkest point; drawn up to this value."""
 
 
@@ -120,12 +120,12 @@ class RandomizationConfig:
     """Colours of things."""
     textures: TextureRanges = field(default_factory=TextureRanges)
     """Patterns on table and floor."""
-    friction: list[float] = bounded(SAME, above=0, length=2, unit="shares of the nominal")
+    friction: list[float] = bounded(SAME, above=0, length=2, unit="fractions of the nominal")
     """Minimum and maximum factor of all friction coefficients. All coefficients share one factor, because a contact
     uses the larger coefficients of its two sides."""
-    mass: list[float] = bounded(SAME, above=0, length=2, unit="shares of the nominal")
+    mass: list[float] = bounded(SAME, above=0, length=2, unit="fractions of the nominal")
     """Minimum and maximum factor of the mass and inertia of each piece."""
-    servo_gain: list[float] = bounded(SAME, above=0, length=2, unit="shares of the nominal")
+    servo_gain: list[float] = bounded(SAME, above=0, length=2, unit="fractions of the nominal")
     """Minimum and maximum factor of the stiffness and damping of each joint's servo; the gripper is not changed."""
     action_delay: list[int] = bounded(NO_DELAY, at_least=0, at_most=LARGEST_DELAY, length=2, unit="control steps")
     """Minimum and maximum delay of actions in control steps; until the first one arrives the arm holds still, with the

@@ -235,7 +235,7 @@ def test_offline_cloning_of_experts_raises_their_likelihood(tmp_path, folder):
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path, folder):
-    with pytest.raises(UserError, match=r"offline_steps is 1, but nothing reads it while digirl.path is None"):
+    with pytest.raises(UserError, match=r"offline_steps is 1, but it has no effect while digirl.path is None"):
         make_config(tmp_path, folder, offline_steps=1)
     for changed in (
         {"warmup_steps": 1},
@@ -260,5 +260,5 @@ def test_a_batch_that_the_processes_cannot_divide_evenly_is_refused(tmp_path, fo
     config = make_config(tmp_path, folder, batch_episodes=4)
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 3)
-    with pytest.raises(UserError, match="batch_episodes is 4; with 3 processes it must be a multiple of that"):
+    with pytest.raises(UserError, match="batch_episodes is 4; with 3 processes it must be a multiple of 3"):
         DigirlRecipe(config)

@@ -101,9 +101,9 @@ BAD_ACTIONS = {
     "raise": ("raised", "ValueError: the door is stuck"),
     "exit": ("raised", "SystemExit: 0"),
     "die": ("crashed", "ended with code 3"),
-    "hang": ("hung", "no answer in 3 s"),
+    "hang": ("hung", "no reply within 3 s"),
     "nan": ("malformed", "the reward is nan; expected a finite number"),
-    "float_image": ("malformed", "an image of the shape (2, 2, 3) is float64; expected uint8"),
+    "float_image": ("malformed", "an image of shape (2, 2, 3) has type float64; expected uint8"),
     "two_values": ("malformed", "step returned a tuple of str, float; expected"),
     "none": ("malformed", "an image is a NoneType"),
 }
@@ -132,7 +132,7 @@ def test_an_environment_that_fails_takes_only_its_row(tmp_path, caplog, hanging)
     texts = [path.read_text() for path in (tmp_path / "failures").glob("environment-raised-*.txt")]
     assert any("fake_envs.py" in text and "in _act_raise" in text for text in texts)
     assert sum("the door is stuck" in record.message for record in caplog.records) == 1
-    said = [record.message for record in caplog.records if "; a fresh process takes its place" in record.message]
+    said = [record.message for record in caplog.records if "; it is replaced by a fresh process" in record.message]
     assert len(said) == counts["restarted"]
     assert not any("malformed" in message for message in said)
 
@@ -158,7 +158,7 @@ def test_an_episode_that_does_not_begin_is_tried_again_in_a_fresh_process(tmp_pa
 
 def test_a_reset_has_its_own_time_limit(hanging):
     with EnvPool(config(reset_timeout_s=0.5)) as pool:
-        assert pool.reset(tasks("slowly"))[0].failure.reason.startswith("no answer in 0.5 s")
+        assert pool.reset(tasks("slowly"))[0].failure.reason.startswith("no reply within 0.5 s")
 
 
 def test_restarts_without_an_episode_stop_the_run(monkeypatch):
@@ -166,7 +166,7 @@ def test_restarts_without_an_episode_stop_the_run(monkeypatch):
     with EnvPool(config()) as pool:
         for _ in range(3):
             assert pool.reset(tasks("never"))[0].failure is not None
-        with pytest.raises(RunError, match=r"3 restarts without one episode of .*Fake that came to its end"):
+        with pytest.raises(RunError, match=r"3 restarts without one completed episode of .*Fake"):
             pool.reset(tasks("never"))
 
 

@@ -115,7 +115,7 @@ def test_an_episode_that_cannot_be_judged_has_no_reward(tmp_path, folder):
     assert torch.isnan(scored.reward).tolist() == [True, False, False] * 2
     assert float(scored.loss_mask[0].sum()) == 0
     assert metrics["reward/errors/sum/not_applicable"] == 2
-    with pytest.raises(RunError, match="every reward of this step failed: fails/raised: RuntimeError: no judge"):
+    with pytest.raises(RunError, match="all rewards of this step failed: fails/raised: RuntimeError: no judge"):
         roll(make_config(tmp_path / "all", folder, judge("fails")))
 
 

@@ -94,5 +94,5 @@ def test_a_run_without_a_task_file_chooses_first(tmp_path, folder, monkeypatch):
     assert 0 < len(tasks) <= 3
     build_tasks(tmp_path / "again.jsonl", **options)
     assert (tmp_path / "again.jsonl").read_text() == (tmp_path / "tasks.jsonl").read_text()
-    with pytest.raises(UserError, match=r"nothing reads it while data\.file is None"):
+    with pytest.raises(UserError, match=r"it has no effect while data\.file is None"):
         check_config(TaskSetConfig(build="mmrl.agents.selection:build_tasks"), "data")

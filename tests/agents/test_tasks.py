@@ -42,7 +42,7 @@ def test_tasks_come_from_a_file(tmp_path):
     [
         ({"goal": "x"}, r"unknown entry goal; a task has id, task, seed, instruction"),
         ({"task": 3}, "task is 3; expected an object or a task name"),
-        ({"task": "a", "seed": -1}, "seed is -1; expected a whole number from 0"),
+        ({"task": "a", "seed": -1}, "seed is -1; expected an integer from 0"),
         ({"task": "a", "seed": True}, "seed is True"),
         ({"task": "a", "seed": 1.0}, "seed is 1.0"),
         ({"task": "a", "id": 7}, "id and instruction must be text"),
@@ -66,7 +66,7 @@ def test_an_empty_file_has_no_tasks(tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TaskSetConfig(["a"], file="x.jsonl"), "names is .*, but nothing reads it while file is 'x.jsonl'"),
+        (TaskSetConfig(["a"], file="x.jsonl"), "names is .*, but it has no effect while file is 'x.jsonl'"),
         (TaskSetConfig(["a", "a"]), "duplicate task names: a, a"),
         (TaskSetConfig(seeds=0), "seeds is 0; must be in"),
         (TaskSetConfig(first_seed=2**31 - 1, seeds=2), "exceed the maximum seed 2147483647"),

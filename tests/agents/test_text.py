@@ -78,12 +78,12 @@ def test_a_run_in_which_silence_pays_says_so(tmp_path, language_model, monkeypat
     (row,) = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert 0 < row["episode/unreadable"] == row["episode/empty"] < 1
     assert (row["episode/below_silence"] > 0) == bool(warns)
-    assert sum("silence pays" in text for text in read_warnings(run_dir)) == warns
+    assert sum("doing nothing pays off" in text for text in read_warnings(run_dir)) == warns
 
 
 def test_pictures_need_another_model(tmp_path, language_model):
-    with pytest.raises(UserError, match=r"an observation of the environment has an image, but .* reads text alone"):
+    with pytest.raises(UserError, match=r"an observation of the environment has an image, but .* only reads text"):
         train(RECIPES["agent"], make_config(tmp_path / "a", language_model, pictures=True))
     kept = ConversationConfig(history_images=2)
-    with pytest.raises(UserError, match=r"conversation\.history_images is 2, but .* reads text alone"):
+    with pytest.raises(UserError, match=r"conversation\.history_images is 2, but .* only reads text"):
         train(RECIPES["agent"], make_config(tmp_path / "b", language_model, conversation=kept))

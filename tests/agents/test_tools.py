@@ -71,7 +71,7 @@ def test_the_pool_passes_the_schemas_on():
 def test_the_template_describes_tools_and_results_have_their_role(kind, tiny_folders, language_model):
     plain = load_policy(ModelConfig(path=str(language_model if kind == "language" else tiny_folders[kind])))
     tools = ToolEnvironment(**OPTIONS).tools
-    with pytest.raises(UserError, match="chat template describes no tools"):
+    with pytest.raises(UserError, match="chat template does not support tools"):
         Writer(plain, ConversationConfig(tools=True), "", tools).begin(AgentTask("t"), Observation("2 + 3?"))
     policy = with_tools(plain)
     writer = Writer(policy, ConversationConfig(tools=True), "", tools)
@@ -87,7 +87,9 @@ def test_the_template_describes_tools_and_results_have_their_role(kind, tiny_fol
 def test_tools_need_a_format_that_reads_calls_of_tools():
     for kind in (AgentConfig, AgentCloneConfig, DigirlConfig):
         config = kind(conversation=ConversationConfig(tools=True), actions=ActionConfig(format="json"))
-        with pytest.raises(ValueError, match=r"actions\.format 'json' cannot read them; set actions\.format: tool_call"):
+        with pytest.raises(
+            ValueError, match=r"actions\.format 'json' cannot read them; set actions\.format: tool_call"
+        ):
             config.check_parts(1e-6)
         with pytest.raises(ValueError, match="cannot read"):
             config.validate()

@@ -43,7 +43,7 @@ def test_given_answers_samples_and_exports_end_as_the_template_does(other_end, t
     with caplog.at_level(logging.WARNING, "mmrl"):
         policy = load_policy(ModelConfig(path=str(other_end)))
     (record,) = caplog.records
-    assert f"ends the assistant's turn with {END}, at which the checkpoint does not stop (<|im_end|>)" in (
+    assert f"ends the assistant's turn with {END}, but the checkpoint does not stop there (<|im_end|>)" in (
         record.getMessage()
     )
     tokenizer = policy.processor.tokenizer

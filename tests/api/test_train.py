@@ -147,13 +147,13 @@ def test_a_run_is_continued_only_by_the_program_that_has_its_functions(folder, t
         call(reward=score, **SMALL)
     run = call(reward=score, resume=True, **SMALL | {"steps": 3})
     assert len(run.metrics) == 3
-    assert "other code" not in caplog.text
+    assert "different code" not in caplog.text
 
     def score(prompts, completions, **columns):
         return [1.0 for _ in completions]
 
     call(reward=score, resume=True, **SMALL | {"steps": 4})
-    assert "resuming with other code than before: score" in caplog.text
+    assert "resuming with different code than before: score" in caplog.text
 
 
 def test_a_loaded_model_is_trained_as_it_is_and_a_resumed_run_has_equal_bits(folder, tmp_path):
@@ -294,7 +294,9 @@ def test_two_processes_train_as_one(kind, folder, tmp_path):
     (tmp_path / "two/start").mkdir(parents=True)
     (tmp_path / "two/start/config.json").write_text("{")
     for name, count in (("one", 1), ("two", 2)):
-        run_processes([str(Path(__file__).with_name("two_processes.py")), str(folder), str(tmp_path / name), kind], count)
+        run_processes(
+            [str(Path(__file__).with_name("two_processes.py")), str(folder), str(tmp_path / name), kind], count
+        )
     one, two = (trained_weights(Run(tmp_path / name)) for name in ("one", "two"))
     start = load_file(folder / "model.safetensors")
     apart, moved = (
@@ -310,12 +312,12 @@ def test_two_processes_train_as_one(kind, folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ({"method": "grpoo"}, r"no method 'grpoo'; did you mean 'grpo'\?"),
-        ({"method": "flow3d_eval"}, "trains nothing"),
+        ({"method": "grpoo"}, r"unknown method 'grpoo'; did you mean 'grpo'\?"),
+        ({"method": "flow3d_eval"}, "does not train"),
         ({"method": "step_nft"}, "cannot train questions"),
         ({"lerning_rate": 1.0}, r"no option lerning_rate; did you mean 'learning_rate'\?"),
         ({"path": "elsewhere"}, r"path is ambiguous: data.path, model.path; pass one of them in options"),
-        ({"reward": 3}, "reward has a int"),
+        ({"reward": 3}, "reward contains a int"),
         ({"reward": None}, "rewards is empty"),
         ({"data": None}, "data"),
         ({"data": 5}, "takes rows"),
@@ -369,7 +371,7 @@ def test_a_model_and_a_run_are_evaluated_as_in_training(folder, tmp_path):
     (tmp_path / "foreign").mkdir()
     text = run.config_path.read_text().replace("given:score", "elsewhere:score")
     (tmp_path / "foreign/config.yaml").write_text(text)
-    with pytest.raises(UserError, match="names code that would run here"):
+    with pytest.raises(UserError, match="refers to code that would run here"):
         evaluate(Run(tmp_path / "foreign"))
     reopened = Run(run.folder)
     with pytest.raises(UserError, match="an object of the Python program"):

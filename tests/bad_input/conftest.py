@@ -133,7 +133,7 @@ def lab(made, tmp_path):
     return Lab(tmp_path, made / "model", config, [json.loads(line) for line in questions.open()])
 
 
-OF_THE_TINY_RUN = ("answer was cut at 3 tokens", "no weight of the ")
+OF_THE_TINY_RUN = ("responses hit the limit of 3 tokens", "no weight of the ")
 """Warnings of every run of an untrained model that samples three tokens and earns nothing."""
 
 

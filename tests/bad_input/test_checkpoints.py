@@ -58,10 +58,10 @@ DAMAGES = {
         lambda folder: (folder / "manifest.json").write_text("[]"),
         "manifest.json cannot be read",
     ),
-    "state blank": (lambda folder: blank(folder / "state.pt"), "state.pt is not what was written"),
+    "state blank": (lambda folder: blank(folder / "state.pt"), "state.pt has changed"),
     "weights blank": (
         lambda folder: blank(folder / "model/model.safetensors"),
-        "model/model.safetensors is not what was written",
+        "model/model.safetensors has changed",
     ),
 }
 
@@ -74,7 +74,7 @@ def test_damaged_checkpoint_on_resume(damage, made, lab, refused):
     line = refused("train", made / "good.yaml", "evaluation.at_end=true", f"output_dir={lab.run}", "--resume")
     assert message in line
     assert f"{lab.run}/checkpoints/step-000002" in line
-    advice = f"step 1 is whole: add --from-last-good to resume from it, or delete {lab.run}/checkpoints/step-000002"
+    advice = f"step 1 is intact: add --from-last-good to resume from it, or delete {lab.run}/checkpoints/step-000002"
     assert line.endswith(advice)
     assert (lab.run / "checkpoints/step-000001").is_dir()
 
@@ -98,9 +98,9 @@ def test_resume_with_other_settings(made, lab, mmrl, refused):
     code, lines = mmrl("train", lab.config, rows, "trainer.steps=3", "--resume")
     assert code == 2
     (warning, error) = lines
-    assert "resuming with other settings than before: " in warning
+    assert "resuming with different settings than before: " in warning
     assert "trainer.steps 2 -> 3" in warning
-    assert "the checkpoint was made with 6 training tasks, now there are 3" in error
+    assert "the checkpoint was made with 6 training tasks, but now there are 3" in error
     assert "is a run of recipe 'vlm', 'sft' cannot continue it" in refused("train", supervised(lab), "--resume")
 
 
@@ -110,7 +110,7 @@ def test_resume_with_other_data_of_the_same_length(made, lab, mmrl):
     rows = lab.data(*[{**row, "answer": "another"} for row in lab.rows])
     code, (_, error) = mmrl("train", lab.config, rows, "trainer.steps=3", "--resume")
     assert code == 2
-    assert "made with other training tasks: as many (6), but their contents differ" in error
+    assert "made with different training tasks: their number (6) is the same, but their contents differ" in error
     assert (lab.run / "config.yaml").read_bytes() == before
 
 
@@ -118,7 +118,7 @@ def test_folder_of_another_run(made, lab, refused):
     shutil.copytree(made / "finished", lab.run)
     before = {path: path.read_bytes() for path in lab.run.rglob("*") if path.is_file()}
     line = refused("train", lab.config, "seed=5")
-    assert f"{lab.run} already holds a run; add --resume" in line
+    assert f"{lab.run} already contains a run; add --resume" in line
     assert "output_dir=" in line
     assert {path: path.read_bytes() for path in lab.run.rglob("*") if path.is_file()} == before
 

@@ -23,7 +23,7 @@ arms:
         ("metric: accuracy/greedy\n", "", "'metric' must be given"),
         ("seeds: [1, 2]", "seeds: [one]", "'seeds[0]'"),
         ("seeds: [1, 2]", "seeds: []", "`seeds` is empty"),
-        ("base: run.yaml", "base: nowhere.yaml", "there is no file nowhere.yaml"),
+        ("base: run.yaml", "base: nowhere.yaml", "file nowhere.yaml not found"),
         ("trainer.learning_rate", "trainer.learning_rat", "run runs/b/seed-1 would be rejected"),
         ("1.0e-4", "quick", "'trainer.learning_rate': Value 'quick'"),
         (
@@ -65,7 +65,7 @@ metric: accuracy/greedy
         ("seeds: 1", "seeds"),
         ("seeds: [1.5]", "seeds"),
         ("seeds: ['${nope}']", "seeds"),
-        (f"base: {'x' * 400}", "base: there is no file"),
+        (f"base: {'x' * 400}", "base: file"),
         ("base: [a]", "base"),
         ("arms: [a, b]", "arms"),
         ("arms: {a: 1, b: 2}", "arms"),

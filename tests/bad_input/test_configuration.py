@@ -33,7 +33,7 @@ from tests.bad_input.conftest import without
         ("trainer.samples_per_task=1", ["samples_per_task is 1", "group_mean_std", "whitened_returns"]),
         ("rewards=[{name: exakt}]", ["'exakt'", "did you mean 'exact'", "format"]),
         ("rewards=[{name: exact, options: {answr: 1}}]", ["'exact'", "'answr'", "did you mean 'answer'"]),
-        ("rewards=[{name: 'no_such_module:f'}]", ["no module 'no_such_module'"]),
+        ("rewards=[{name: 'no_such_module:f'}]", ["module 'no_such_module' not found"]),
         ("model.build_options={hiden: 3}", []),
     ],
 )
@@ -51,7 +51,7 @@ def test_wrong_configuration(override, messages, lab, refused):
         (None, "configuration file not found: "),
         ("a: [1", "is not valid YAML"),
         ("", "no `recipe:` key"),
-        ("- a\n", "holds a list; expected keys and values"),
+        ("- a\n", "contains a list; expected keys and values"),
         ("recipe: papp\n", "did you mean 'papo'"),
         ("extends: nowhere.yaml\n", "configuration file not found"),
         ("recipe: vlm\noutput_dir: ${nope}\n", "'nope' not found"),
@@ -71,15 +71,15 @@ def test_configuration_files_that_cannot_be_used(text, message, lab, refused):
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("rewards=[{name: 'no_such_module:f'}]", "no module 'no_such_module'"),
+        ("rewards=[{name: 'no_such_module:f'}]", "module 'no_such_module' not found"),
         ("rewards=[{name: 'FOLDER/rewards.py:no_prompts'}]", "takes no prompts"),
         ("rewards=[{name: 'FOLDER/rewards.py:needs_colour'}]", "data: reward"),
         ("eval_data.heldout.path=FOLDER/no_answer.jsonl", "eval_data.heldout: reward 'exact' needs answer"),
-        ("data.path=FOLDER/nowhere.jsonl", "no such file"),
-        ("data.path=FOLDER/nowhere", "no such file"),
-        ("data.path=FOLDER/data", "has no column for the question"),
+        ("data.path=FOLDER/nowhere.jsonl", "file not found"),
+        ("data.path=FOLDER/nowhere", "file not found"),
+        ("data.path=FOLDER/data", "has no question column"),
         (f"data.path={'x' * 5000}", "File name too long"),
-        ("data.path=~nobody-of-this-name/rows.jsonl", "no such file"),
+        ("data.path=~nobody-of-this-name/rows.jsonl", "file not found"),
     ],
 )
 def test_what_is_wrong_is_said_before_a_model_is_loaded(override, message, lab, refused, unloaded):
@@ -128,7 +128,7 @@ def test_image_runs_are_checked_before_a_model_is_loaded(recipe, override, messa
     ("override", "message"),
     [
         ("trainer.steps=${nope}", "nope"),
-        ("seed=1" + "0" * 400, "seed is a whole number of 401 digits"),
+        ("seed=1" + "0" * 400, "seed is an integer with 401 digits"),
         ("trainer.betas=[[0.9],0.9]", "trainer.betas"),
         ("sampler.stop=[[a]]", "sampler.stop"),
         ('data.path="a\\0b"', "data.path"),

@@ -11,7 +11,7 @@ from tests.bad_input.supervised import supervised
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("nowhere.jsonl", None, "no such file"),
+        ("nowhere.jsonl", None, "file not found"),
         ("empty.jsonl", "", "is empty"),
         ("blank.jsonl", "\n\n", "is empty"),
         ("empty.json", "[]", "is empty"),
@@ -40,7 +40,7 @@ ROWS = {
         "the text has 2 <image> places but the row has 1 image",
     ),
     "fewer places": (lambda row: {**row, "problem": "What?"}, "the text has 0 <image> places but the row has 1 image"),
-    "missing image file": (lambda row: {**row, "images": ["nowhere.png"]}, "there is no image file"),
+    "missing image file": (lambda row: {**row, "images": ["nowhere.png"]}, "image file "),
     "not JSON": (lambda row: "{bad", "not valid JSON"),
 }
 
@@ -70,7 +70,7 @@ def test_bad_rows_can_be_skipped_and_are_counted(lab, mmrl):
 def test_only_bad_rows_are_an_error_even_when_skipped(lab, refused):
     bad = [change(lab.rows[2]) for change, _ in list(ROWS.values())[:4]]
     line = refused("train", lab.config, lab.data(*bad), "data.on_bad_row=skip")
-    assert "no usable row is left (skipped: 3 placeholder_mismatch, 1 missing_answer)" in line
+    assert "no usable rows (skipped: 3 placeholder_mismatch, 1 missing_answer)" in line
 
 
 def test_columns_without_image_or_answer(lab, refused):

@@ -9,7 +9,7 @@ from tests.bad_input.conftest import truncate
 def test_evaluate_a_folder_that_is_not_a_run(made, lab, refused):
     empty = lab.folder / "empty"
     empty.mkdir()
-    assert f"{empty} is not a run folder: it holds no config.yaml" in refused("evaluate", empty)
+    assert f"{empty} is not a run folder: it contains no config.yaml" in refused("evaluate", empty)
     assert "not found" in refused("evaluate", lab.folder / "nowhere")
     config = lab.config.read_text()
     lab.config.write_text(config[: config.index("eval_data")] + config[config.index("rewards") :])
@@ -33,5 +33,5 @@ def test_report_of_a_folder_that_is_not_a_run(lab, refused):
     empty = lab.folder / "empty"
     empty.mkdir()
     for folder in (empty, lab.folder / "nowhere", lab.config):
-        assert f"{folder} is not a run folder: it holds no config.yaml" in refused("report", folder)
+        assert f"{folder} is not a run folder: it contains no config.yaml" in refused("report", folder)
     assert not (empty / "report.html").exists()

@@ -15,19 +15,19 @@ def pickle_code(folder):
 
 
 MODELS = {
-    "no such folder": (shutil.rmtree, "there is no model folder"),
+    "no such folder": (shutil.rmtree, "model folder"),
     "empty folder": (lambda folder: [path.unlink() for path in folder.iterdir()], "it has no config.json"),
     "config truncated": (
         lambda folder: truncate(folder / "config.json"),
-        "config.json cannot be read, it is not valid JSON",
+        "config.json is not valid JSON",
     ),
     "other architecture": (
         lambda folder: (folder / "config.json").write_text('{"model_type": "clip"}'),
-        "is of architecture 'clip', which is in transformers' tables neither of AutoModelForImageTextToText nor",
+        "is of architecture 'clip', which transformers supports neither in AutoModelForImageTextToText nor",
     ),
     "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     "weights truncated": (lambda folder: truncate(folder / "model.safetensors"), "cannot be loaded: Safetensor"),
-    "weights pickled with code": (lambda folder: pickle_code(folder), "pickled with more than tensors"),
+    "weights pickled with code": (lambda folder: pickle_code(folder), "contain more than tensors"),
     "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "the processor of"),
     "no processor": (lambda folder: (folder / "processor_config.json").unlink(), "the processor of"),
     "no chat template": (lambda folder: (folder / "chat_template.jinja").unlink(), "add chat_template.jinja"),
@@ -65,14 +65,14 @@ NOT_TRAINED = {
 def test_run_where_a_model_is_needed_that_no_recipe_trains(module, name, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "config.yaml").touch()
-    with pytest.raises(UserError, match=f"{tmp_path} is the folder of a run, but no recipe trains an? "):
+    with pytest.raises(UserError, match=f"{tmp_path} is a run folder, but an? "):
         NOT_TRAINED[module][name](pytest.importorskip(module), str(tmp_path))
 
 
 def test_model_that_the_hub_does_not_give(lab, refused, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     line = refused("train", lab.config, "model.path=no-such-owner/no-such-model")
-    assert "no local folder 'no-such-owner/no-such-model', and it cannot be fetched from the hub" in line
+    assert "'no-such-owner/no-such-model' is not a local folder, and it cannot be fetched from the Hub" in line
 
 
 def test_responses_beyond_the_model_s_positions(lab, mmrl, refused):

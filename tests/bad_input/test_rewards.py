@@ -24,7 +24,7 @@ def test_a_failing_reward_costs_its_sample_only(name, kind, lab, mmrl, hanging):
 def test_a_reward_that_always_fails_ends_the_run(lab, mmrl):
     code, lines = mmrl("train", lab.config, f"rewards=[{{name: '{lab.folder}/rewards.py:always_raises'}}]")
     assert code == 1
-    assert lines[-1].startswith("mmrl: run failed: every reward of this step failed: ")
+    assert lines[-1].startswith("mmrl: run failed: all rewards of this step failed: ")
     assert "always_raises/raised: RuntimeError: out of order (rewards.py:" in lines[-1]
 
 
@@ -40,8 +40,14 @@ def test_a_reward_that_always_fails_ends_the_first_evaluation(samples, lab, mmrl
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("needs_colour", "needs colour, given neither as a data column nor in its options; the columns are: answer"),
-        ("no_prompts", "takes no prompts; it is called with prompts, completions and the data columns by name"),
+        (
+            "needs_colour",
+            "needs colour, which is neither a data column nor set in its options; the columns are: answer",
+        ),
+        (
+            "no_prompts",
+            "does not take prompts. Rewards are called with prompts, completions and the data columns by name",
+        ),
         ("always_raise", "did you mean 'always_raises'"),
     ],
 )
@@ -52,5 +58,5 @@ def test_a_reward_that_does_not_fit(name, message, lab, refused):
 def test_workers_of_the_rewards_end_where_the_model_cannot_be_loaded(lab, refused, monkeypatch):
     closed = []
     monkeypatch.setattr("mmrl.rewards.RewardSum.close", lambda rewards: closed.append(rewards))
-    assert "there is no model folder" in refused("train", lab.config, f"model.path={lab.folder}/nowhere")
+    assert "model folder" in refused("train", lab.config, f"model.path={lab.folder}/nowhere")
     assert len(closed) == 1

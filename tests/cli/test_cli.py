@@ -114,7 +114,7 @@ def test_a_failed_one_of_several_processes_leaves_without_tearing_down():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "a command is needed"),
+        ([], "no command given"),
         (["trian"], "did you mean 'train'?"),
         (["train"], "arguments are required: CONFIG"),
         (["train", "x.yaml", "--resum"], "unknown arguments: --resum;"),
@@ -166,7 +166,7 @@ def test_unknown_recipe_gets_a_suggestion(tmp_path, capsys):
     ("words", "message"),
     [
         (["train", "--resume"], "nothing to resume"),
-        (["train", "--from-last-good"], "give both"),
+        (["train", "--from-last-good"], "requires --resume"),
         (["sft"], "use `mmrl train`"),
     ],
 )
@@ -180,10 +180,10 @@ def test_existing_run_is_not_overwritten(toy_config, capsys):
     run_dir.mkdir()
     (run_dir / "metrics.jsonl").write_text("{}\n")
     assert main(["train", str(toy_config)]) == 2
-    assert "already holds a run; it has no checkpoint yet: --resume starts it again" in one_error_line(capsys)
+    assert "already contains a run; it has no checkpoint yet: --resume restarts it" in one_error_line(capsys)
     (run_dir / "checkpoints/step-000001").mkdir(parents=True)
     assert main(["train", str(toy_config)]) == 2
-    assert "already holds a run; add --resume" in one_error_line(capsys)
+    assert "already contains a run; add --resume" in one_error_line(capsys)
     assert (run_dir / "metrics.jsonl").read_text() == "{}\n"
 
 
@@ -363,7 +363,7 @@ def test_unexpected_error_where_nothing_can_be_written(toy_config, recorded_trai
     recorded_train.outcome = ZeroDivisionError("a bug")
     monkeypatch.setattr(Path, "write_text", refuse)
     assert main(["train", str(toy_config)]) == 1
-    assert one_error_line(capsys).endswith("the traceback could not be written anywhere")
+    assert one_error_line(capsys).endswith("the traceback could not be written to any folder")
 
 
 def test_user_environment_wins_over_quietness(toy_config, recorded_train, monkeypatch):
@@ -456,7 +456,7 @@ def test_demo_prints_its_lines(tmp_path, monkeypatch, capsys):
         assert main(["demo", *option.split()]) == 0
         *lines, last = capsys.readouterr().out.splitlines()
         assert lines == [f"in {expected}", "report: r.html"]
-        assert last.startswith("time of this call: ")
+        assert last.startswith("time taken: ")
 
 
 def test_list_shows_everything_with_its_citation(capsys):

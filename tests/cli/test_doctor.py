@@ -189,7 +189,7 @@ def test_a_check_that_breaks_is_reported_and_the_others_continue(tmp_path, monke
 
 def test_how_a_models_code_is_shut_in():
     (finding,) = doctor.check_sandbox(lambda: None)
-    assert (finding.state, finding.found) == ("ok", "code that a model wrote runs in bubblewrap")
+    assert (finding.state, finding.found) == ("ok", "model-written code runs in bubblewrap")
 
     def refuse():
         raise UserError("install bubblewrap")

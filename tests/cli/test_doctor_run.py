@@ -70,7 +70,7 @@ def test_damaged_checkpoint_is_named_and_the_suggested_command_works(run, capsys
     flip(run / "checkpoints/step-000004/model/weights.pt")
     found = findings(run)
     assert found["step-000004"].state == "fail"
-    assert "model/weights.pt is not what was written" in found["step-000004"].found
+    assert "model/weights.pt has changed" in found["step-000004"].found
     assert found["resume"].found == "continues from step 3, the newest whole one"
     assert main(["doctor", str(run)]) == 1
     assert "something in the run is damaged" in capsys.readouterr().out
@@ -85,7 +85,7 @@ def test_damaged_checkpoint_is_named_and_the_suggested_command_works(run, capsys
 def test_run_without_a_checkpoint(run):
     (run / "result.json").unlink()
     shutil.rmtree(run / "checkpoints")
-    assert findings(run)["resume"].found == "no checkpoint: the run starts again from the beginning"
+    assert findings(run)["resume"].found == "no checkpoint: the run would start from the beginning"
 
 
 def test_lock_of_a_running_process(run):
@@ -103,7 +103,7 @@ def test_lock_of_a_running_process(run):
         ("metrics.jsonl", '{"step": "one"}\n', "fail", "cannot be used"),
         ("config.yaml", "recipe: [", "fail", "cannot be used"),
         ("checkpoints/best.json", "[]", "fail", "cannot be used"),
-        ("checkpoints/best.json", '{"step": 9, "metric": "a", "value": 1}', "warn", "not there"),
+        ("checkpoints/best.json", '{"step": 9, "metric": "a", "value": 1}', "warn", "does not exist"),
         ("result.json", "{", "fail", "cannot be used"),
     ],
 )

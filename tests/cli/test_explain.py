@@ -82,7 +82,7 @@ def test_the_beginning_of_a_name_is_enough(capsys):
     assert find_name("dpo") == "dpo"  # a whole name is never ambiguous
     with pytest.raises(UserError, match="'dppo' may be dppo_tv, dppo_kl"):
         find_name("dppo")
-    with pytest.raises(UserError, match="There is no objective, recipe or paper 'grop'; did you mean 'grpo'"):
+    with pytest.raises(UserError, match="unknown objective, recipe or paper 'grop'; did you mean 'grpo'"):
         find_name("grop")
 
 
@@ -209,7 +209,7 @@ def test_suggestions_are_close_or_cite_the_word():
         find_name("critc_v")
     with pytest.raises(UserError, match="cited by grpo"):
         find_name("DeepSeekMath")
-    with pytest.raises(UserError, match="'xqzw'; `mmrl list` has all"):
+    with pytest.raises(UserError, match="'xqzw'; `mmrl list` shows all"):
         find_name("xqzw")
 
 

@@ -135,4 +135,4 @@ def test_the_text_starter_suits_the_machine(tmp_path, monkeypatch):
 
 def test_a_starter_without_rewards_takes_none(tmp_path, capsys):
     assert main(["init", "robot", str(tmp_path / "a.yaml"), "--reward", "my_rewards.py:near"]) == 2
-    assert "--reward is for papo, grpo, text, sft; robot has no rewards to name" in capsys.readouterr().err
+    assert "--reward is for papo, grpo, text, sft; robot has no configurable rewards" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def test_finished_runs_are_not_repeated(lab):
     first = lab.run()
     assert lab.run() == first
     assert lab.starts("runs/papo/seed-1") == ["fresh"]
-    assert "6 of 6 runs are finished already" in lab.lines
+    assert "6 of 6 runs have already finished" in lab.lines
 
 
 def test_new_seeds_are_added_to_finished_ones(lab):
@@ -65,7 +65,7 @@ def test_a_changed_setting_repeats_the_run(lab):
     lab.run(arms={"papo": {"overrides": {"gain": 0.2}}, "grpo": {}})
     (lab.folder / "parent.yaml").write_text("a: 2\n")
     lab.run(arms={"papo": {"overrides": {"gain": 0.2}}, "grpo": {}})
-    assert "6 of 6 runs are finished already" not in lab.lines
+    assert "6 of 6 runs have already finished" not in lab.lines
 
 
 def test_a_setting_that_the_sweep_overrides_again_does_not_repeat_it(lab):
@@ -129,8 +129,8 @@ def test_a_failed_run_is_counted_and_its_pair_is_listed(lab, monkeypatch):
     ("trouble", "reason"),
     [
         ("hang", "its time limit"),
-        ("unfinished", "without a result.json that says done"),
-        ("silent", "'accuracy/greedy' is no number in its last evaluation, which has: n, split, step, tag"),
+        ("unfinished", "without a result.json with status done"),
+        ("silent", "'accuracy/greedy' is not a number in its last evaluation, which has: n, split, step, tag"),
     ],
 )
 def test_every_kind_of_failure_is_named(lab, trouble, reason, monkeypatch):
@@ -148,7 +148,7 @@ def test_every_kind_of_failure_is_named(lab, trouble, reason, monkeypatch):
 
 def test_no_finished_pair_is_a_failed_run(lab):
     arms = {"papo": {"overrides": {"trouble1": "crash"}}, "grpo": {"overrides": {"trouble2": "crash"}}}
-    with pytest.raises(RunError, match=r"no pair of runs finished: 2 run\(s\) failed.*loss is NaN"):
+    with pytest.raises(RunError, match=r"no pair of runs has finished: 2 run\(s\) failed.*loss is NaN"):
         lab.run(arms=arms, seeds=[1, 2])
     assert lab.result()["arms"]["papo"]["values"] == pytest.approx({"1": None, "2": 0.52})
     with pytest.raises(RunError, match="nothing has run yet"):
@@ -159,7 +159,7 @@ def test_a_report_without_a_pair_leaves_an_earlier_one(lab):
     result = lab.run()
     pictures = {path: path.read_bytes() for path in lab.output.glob("*.png")}
     assert pictures
-    with pytest.raises(RunError, match="no pair of runs finished"):
+    with pytest.raises(RunError, match="no pair of runs has finished"):
         lab.run(only_report=True, seeds=[101, 102])
     assert lab.result() == result
     assert all(path.read_bytes() == content for path, content in pictures.items())

@@ -171,7 +171,7 @@ def test_a_target_met_before_training_gives_no_ratio_and_is_said(lab):
     images = summary["work"]["costs"]["images"]
     assert images["arms"]["awm"]["at_first_evaluation"] == [2]
     assert images["ratios"]["awm"]["per_seed"][2] == [0.0, math.inf]
-    assert "  images, awm: the first evaluation has the target already at seeds 2" in lab.report()
+    assert "  images, awm: the first evaluation already reaches the target for seeds 2" in lab.report()
 
 
 def test_the_target_can_be_the_mean_of_the_last_evaluations(lab):
@@ -183,7 +183,9 @@ def test_the_target_can_be_the_mean_of_the_last_evaluations(lab):
     assert images["arms"]["awm"]["never"] == [2]
     assert any("mean of the last 2 evaluations" in line for line in lab.report())
     too_many = lab.summary({"flow": FLOW, "awm": AWM}, work={**work, "baseline_last": 9})
-    assert "its curve has 3 points, `work.baseline_last` asks for the mean of 9" in too_many["failures"][0]["reason"]
+    assert (
+        "its curve has 3 points, but `work.baseline_last` requires the mean of 9" in too_many["failures"][0]["reason"]
+    )
     assert too_many["work"]["costs"]["images"]["ratios"]["awm"]["missing_seeds"] == [1, 2]
 
 
@@ -201,7 +203,7 @@ def test_the_baseline_can_be_charged_for_its_whole_run(lab):
     summary = lab.summary({"flow": flat, "awm": AWM}, work=work)
     images = summary["work"]["costs"]["images"]
     assert images["ratios"]["awm"]["per_seed"] == {1: pytest.approx([200 / 80] * 2), 2: pytest.approx([1.0, 1.0])}
-    assert any("flow's being that of its whole run" in line for line in lab.report())
+    assert any("for flow the cost of its whole run" in line for line in lab.report())
 
 
 def step_rows(values):
@@ -233,10 +235,10 @@ def test_the_metric_can_be_the_mean_over_the_steps_and_work_a_running_mean_of_th
     work = {"target": 0.25, "steps": 9, "costs": costs}
     long = lab.experiment(metric="episode/success", metric_over="steps", work=work)
     reasons = [failure["reason"] for failure in summarise(long, lab.output).as_dict()["failures"]]
-    assert any("work.steps is 9, but the run has logged 4 steps" in reason for reason in reasons)
+    assert any("work.steps is 9, but the run logged 4 steps" in reason for reason in reasons)
     assert summary["work"]["costs"]["episodes"]["arms"]["flow"]["never"] == [2]
     (failure,) = summary["failures"]
-    assert "'episode/success' is no number in any of its steps" in failure["reason"]
+    assert "'episode/success' is not a number in any of its steps" in failure["reason"]
 
 
 def test_lower_can_be_better(lab):
@@ -258,9 +260,9 @@ def test_failed_runs_and_runs_without_counters_are_missing_by_name(lab):
     assert "  images, awm: no pair for seeds 2" in lab.report()
     broken = lab.summary({"flow": FLOW, "awm": AWM}, columns={"cost/train_rows": [0.0, None, 5.0]})
     assert {failure["run"] for failure in broken["failures"]} >= {"runs/awm/seed-1", "runs/flow/seed-2"}
-    assert "cost 'model_evaluations': 'cost/train_rows' is no number" in broken["failures"][0]["reason"]
+    assert "cost 'model_evaluations': 'cost/train_rows' is not a number" in broken["failures"][0]["reason"]
     falling = lab.summary({"flow": FLOW, "awm": AWM}, columns={"cost/seconds": [0.0, 9.0, 5.0]})
-    assert "falls from one of its evaluations to the next" in falling["failures"][0]["reason"]
+    assert "decreases between consecutive evaluations" in falling["failures"][0]["reason"]
 
 
 def test_values_at_the_cost_that_every_arm_has_spent(lab):
@@ -310,8 +312,8 @@ def test_collapsed_runs_are_counted_and_unknown_ones_listed(lab):
 @pytest.mark.parametrize(
     ("columns", "metric", "reason"),
     [
-        ({}, "heldout/ear", "'heldout/ear' is no number in its first or last evaluation, which has: cost/"),
-        ({"heldout/eye": [-0.1, 0.2, 0.3]}, "heldout/eye", "starts at -0.1, of which a share means nothing"),
+        ({}, "heldout/ear", "'heldout/ear' is not a number in its first or last evaluation, which has: cost/"),
+        ({"heldout/eye": [-0.1, 0.2, 0.3]}, "heldout/eye", "starts at -0.1, for which a fraction is meaningless"),
         ({"step": [5, 10, 15]}, "heldout/eye", "no evaluation before training"),
     ],
 )
@@ -441,8 +443,11 @@ def test_names_at_the_ends_of_curves_do_not_overlap():
     ("changes", "message"),
     [
         ({"work": {"costs": {}}}, r"`work\.costs` is empty"),
-        ({"work": {"costs": {"images": {}}}}, r"`work\.costs\.images` is empty; give weights of cost/samples"),
-        ({"work": {"costs": {"images": {"cost/sample": 1}}}}, "no counter 'cost/sample'; did you mean 'cost/samples'"),
+        ({"work": {"costs": {"images": {}}}}, r"`work\.costs\.images` is empty; add weights of cost/samples"),
+        (
+            {"work": {"costs": {"images": {"cost/sample": 1}}}},
+            "an unknown counter 'cost/sample'; did you mean 'cost/samples'",
+        ),
         ({"work": {"costs": {"images": {"cost/samples": 0}}}}, "must be positive"),
         ({"work": {"costs": {"images": 3}}}, r"work"),
         ({"work": {"costs": COSTS, "target": "final"}}, r"`work\.target` is 'final'; allowed: baseline_final or a"),
@@ -451,12 +456,12 @@ def test_names_at_the_ends_of_curves_do_not_overlap():
         ({"work": {"costs": COSTS, "targt": 1}}, "did you mean 'work.target'"),
         ({"work": {"costs": COSTS, "baseline_spends": "some"}}, "work.baseline_spends is 'some'; allowed: reach, all"),
         ({"work": {"costs": COSTS, "baseline_share": 0.0}}, r"must be in \(0, 1\]"),
-        ({"work": {"costs": COSTS, "baseline_share": 0.9, "target": 0.5}}, "nothing reads it while work.target is 0.5"),
+        ({"work": {"costs": COSTS, "baseline_share": 0.9, "target": 0.5}}, "it has no effect while work.target is 0.5"),
         ({"work": {"costs": COSTS, "baseline_last": 0}}, r"work\.baseline_last is 0; must be at least 1"),
-        ({"work": {"costs": COSTS, "baseline_last": 2, "target": 0.5}}, "nothing reads it while work.target is 0.5"),
+        ({"work": {"costs": COSTS, "baseline_last": 2, "target": 0.5}}, "it has no effect while work.target is 0.5"),
         ({"at": {"cost": "image"}}, r"`at\.cost` is 'image'; costs of `work`: model_evaluations, images, seconds"),
         ({"at": {"cost": "images", "value": "end"}}, r"`at\.value` is 'end'; allowed: min_of_arms_final or a number"),
-        ({"at": {"cost": "images"}, "work": None}, "`at` needs `work`"),
+        ({"at": {"cost": "images"}, "work": None}, "`at` requires `work`"),
         ({"at": {"value": 3}}, r"'at\.cost' must be given"),
         ({"collapse": {"metric": "heldout/eye", "below": 1.5}}, r"collapse\.below is 1\.5; must be in \(0, 1\]"),
         ({"collapse": {"below": 0.5}}, r"'collapse\.metric' must be given"),
@@ -526,7 +531,7 @@ def test_the_verdict_of_a_finding_is_that_of_its_margin(lab):
     evidence = evidence_of("inconclusive")
     with pytest.raises(UserError, match="is 'no effect within the margin', not 'inconclusive'"):
         lab.experiment(margin=0.03, run_minutes=1, evidence=evidence)
-    with pytest.raises(UserError, match="needs `run_minutes`"):
+    with pytest.raises(UserError, match="requires `run_minutes`"):
         lab.experiment(margin=0.03, evidence=evidence_of("no effect within the margin"))
     with pytest.raises(UserError, match="needs `margin`"):
         lab.experiment(run_minutes=1, evidence=evidence)

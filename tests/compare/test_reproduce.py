@@ -47,7 +47,7 @@ def test_fresh_seeds_at_the_chosen_values_are_compared_with_the_stored_interval(
     assert any("+5.0 points over 2 fresh seeds; stored +5.0 points (+4.0 to +6.0) over 3 seeds" in x for x in lab.lines)
     assert lab.lines[-1].startswith("papo: reproduced; 1 of 1 differences lie within")
     assert again(lab, "papo", 2, sweep=SWEEP, evidence=content)
-    assert "4 of 4 runs are finished already" in lab.lines
+    assert "4 of 4 runs have already finished" in lab.lines
 
 
 def test_a_result_outside_the_interval_is_not_reproduced(lab):
@@ -94,18 +94,18 @@ def test_the_range_for_fresh_seeds_is_the_prediction_interval_of_their_mean():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"about": ["papoo"]}, "evidence about 'papoo', which is no objective or recipe; did you mean 'papo'"),
+        ({"about": ["papoo"]}, "evidence about 'papoo', which is not an objective or a recipe; did you mean 'papo'"),
         ({"arm": "papi"}, "evidence.findings: arm 'papi' is not in the experiment; did you mean 'papo'"),
         ({"against": "grop"}, "arm 'grop' is not in the experiment; did you mean 'grpo'"),
         ({"arm": "grpo"}, "compares arm 'grpo' with itself"),
         ({"metric": "accuracy/gredy"}, "metric 'accuracy/gredy' is not in the experiment"),
         ({"verdict": "true"}, "evidence.findings.*verdict"),
-        ({"low": -1.0}, r"\+5.0 points \(-1.0 to \+6.0\) with the margin 0.01 is 'inconclusive', not 'holds'"),
+        ({"low": -1.0}, r"\+5.0 points \(-1.0 to \+6.0\) with margin 0.01 is 'inconclusive', not 'holds'"),
         ({"verdict": "holds in part", "low": -0.5}, "is 'inconclusive', not 'holds in part'"),
         ({"verdict": "negative"}, "is 'holds', not 'negative'"),
         ({"verdict": "negative", "metric": "policy/entropy"}, "the verdict 'negative' contradicts"),
         ({"high": 4.5}, "5 is not between 4 and 4.5"),
-        ({"about": []}, "a finding on arm 'papo' is about nothing"),
+        ({"about": []}, "a finding on arm 'papo' has an empty `about`"),
     ],
 )
 def test_a_finding_that_cannot_be_right_is_refused(changes, message, lab):
@@ -126,7 +126,7 @@ def test_a_name_without_an_experiment_names_the_nearest(lab, capsys):
     with pytest.raises(UserError, match="no experiment has measured 'papo'"):
         chosen("papo", folder)
     assert main(["reproduce"]) == 2
-    assert "name an experiment, objective or recipe" in capsys.readouterr().err
+    assert "give an experiment, objective or recipe" in capsys.readouterr().err
     assert main(["reproduce", "papo", "--seeds", "0"]) == 2
 
 

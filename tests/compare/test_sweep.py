@@ -32,7 +32,7 @@ def test_a_shared_sweep_chooses_the_value_of_the_best_mean_over_arms(lab):
 def test_a_shared_sweep_leaves_out_values_that_an_arm_did_not_finish(lab):
     sweep = {"values": [0.01, 0.1], "seeds": [11, 12], "shared": True}
     arms = {"papo": {"overrides": {"trouble12": "crash"}}, "grpo": {}}
-    with pytest.raises(RunError, match="no value of the sweep finished in all arms"):
+    with pytest.raises(RunError, match="no value of the sweep finished for all arms"):
         lab.run(arms=arms, sweep=sweep)
 
 
@@ -94,7 +94,7 @@ def test_the_sweep_survives_failed_runs_and_says_when_nothing_is_left(lab):
     assert result["sweep"]["arms"]["papo"]["rows"][0]["values"] == pytest.approx({"11": None, "12": 0.62})
     assert result["sweep"]["arms"]["papo"]["at_edge"] is True
     assert len(result["failures"]) == 2
-    with pytest.raises(RunError, match="sweep of arm 'papo'"):
+    with pytest.raises(RunError, match="sweep finished for arm 'papo'"):
         lab.run(arms=arms, sweep={**sweep, "seeds": [11]})
     assert lab.result()["status"] == "failed"
 

@@ -57,7 +57,7 @@ def test_a_row_that_was_changed_differs(evaluated, said):
     length = rows[4]["length"]
     assert f"  row 5 (held_out, greedy, right/held_out/4) differs: length {length} -> {length + 1}" in said
     assert said[-1] == "1 of 2 rows are the same: --row 4,5"
-    with pytest.raises(UserError, match=r"there is no row 25; .* has rows 1 to 24"):
+    with pytest.raises(UserError, match=r"row 25 does not exist; .* has rows 1 to 24"):
         verify(path, said.append, 0, [25], ())
 
 
@@ -89,18 +89,18 @@ def test_rows_that_differ_by_rounding_are_the_same_in_their_batch(evaluated, sai
     monkeypatch.setattr(RobotMeasure, "run", rounded)
     assert verify(evaluated[0], said.append, 0, [4], ()) == 0
     assert alone == [1, 3]
-    assert "1 of 1 rows are the same (1 of them in the batch in which they were computed, by rounding)" in said[-1]
+    assert "1 of 1 rows are the same (1 of them only in their original batch, because of rounding)" in said[-1]
 
 
 def test_another_policy_or_protocol_is_refused(evaluated, said):
     run, _ = evaluated
     about = read_ledger(run).about
-    with pytest.raises(UserError, match=rf"the ledger's {about['sha256']}: seed 0 -> 5; .*bootstrap 0 -> 5"):
+    with pytest.raises(UserError, match=rf"the ledger's has {about['sha256']}: seed 0 -> 5; .*bootstrap 0 -> 5"):
         verify(run, said.append, 1, (), ["seed=5"])
     # the weights, and not only their file, whose checksum a checkpoint has anyway
     policy = about["policy"] | {"checkpoint": None}
     (run / "protocol.json").write_text(json.dumps(dict(about) | {"policy": policy}))
-    with pytest.raises(UserError, match=rf"the policy here has SHA-256 \w+, the ledger's {policy['sha256']}"):
+    with pytest.raises(UserError, match=rf"the policy here has SHA-256 \w+, but the ledger's has {policy['sha256']}"):
         verify(run, said.append, 1, (), (), named_code(about["config"]))
 
 
@@ -123,22 +123,22 @@ def test_chances_are_those_of_counting_all_samples():
     golden = [0.18600197392071316, 0.9485643735365368, 0.9504145759273088]
     assert [chance(250, 5, drawn) for drawn in (10, 111, 112)] == pytest.approx(golden)
     assert power(250, 10) == (
-        "10 rows drawn at random notice a ledger with 5 false of its 250 rows (2%) with a probability of 19%; "
-        "--rows 112 would with 95%"
+        "10 randomly drawn rows detect a ledger with 5 false of its 250 rows (2%) with a probability of 19%; "
+        "--rows 112 would detect it with 95%"
     )
 
 
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--verify", "--rows", "-1"], "--rows is -1; {run} has 24 rows, so give 0 to 24"),
-        (["--verify", "--rows", "25"], "--rows is 25; {run} has 24 rows, so give 0 to 24"),
+        (["--verify", "--rows", "-1"], "--rows is -1; {run} has 24 rows, so use 0 to 24"),
+        (["--verify", "--rows", "25"], "--rows is 25; {run} has 24 rows, so use 0 to 24"),
         (["--verify", "--rows", "abc"], "argument --rows: invalid int value: 'abc'"),
         (["--verify", "--rows", "1.5"], "argument --rows: invalid int value: '1.5'"),
-        (["--verify", "--row", "abc"], "argument --row: expected numbers of rows such as 4,60, got 'abc'"),
-        (["--verify", "--row", "0"], "there is no row 0; {run} has rows 1 to 24"),
-        (["--rows", "3"], "--rows and --row choose rows of a ledger to repeat; they need --verify"),
-        (["--row", "3"], "--rows and --row choose rows of a ledger to repeat; they need --verify"),
+        (["--verify", "--row", "abc"], "argument --row: expected row numbers such as 4,60, got 'abc'"),
+        (["--verify", "--row", "0"], "row 0 does not exist; {run} has rows 1 to 24"),
+        (["--rows", "3"], "--rows and --row select rows of a ledger to repeat; they require --verify"),
+        (["--row", "3"], "--rows and --row select rows of a ledger to repeat; they require --verify"),
     ],
 )
 def test_counts_that_no_ledger_has_are_refused(options, problem, tmp_path, capsys):
@@ -168,7 +168,7 @@ def test_a_ledger_from_elsewhere_runs_no_code_that_is_not_allowed(kind, evaluate
     (folder / "protocol.json").write_text(json.dumps(about))
     allowed = [name for name, place in named_code(about["config"]).items() if place != "model.kind"]
     name = about["config"]["model"]["kind"]
-    with pytest.raises(UserError, match=rf"names code that would run here: {re.escape(name)} \(model\.kind\)"):
+    with pytest.raises(UserError, match=rf"refers to code that would run here: {re.escape(name)} \(model\.kind\)"):
         verify(folder, said.append, 1, (), (), allowed)
     assert not marker.exists()
     assert "MMRL_RESTRICTED" not in os.environ

@@ -57,7 +57,7 @@ def domain_of(recipe: str) -> Domain:
 def make_low(name: str, precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Configuration of a recipe in bf16 or fp16, without evaluations; skips what has none and missing modules."""
     if name == "hnpg":
-        pytest.skip("natural-gradient steps are taken in full precision")
+        pytest.skip("natural-gradient steps use full precision")
     domain = domain_of(name)
     for module in domain.needs:
         pytest.importorskip(module)

@@ -150,6 +150,6 @@ def test_one_process_has_nothing_to_divide_its_weights_with(tmp_path):
     recipe.close()
     config.trainer.sharding, config.trainer.gathered = "none", "bf16"
     with pytest.raises(
-        UserError, match=r"trainer\.gathered is .bf16., but nothing reads it while .* set trainer\.sharding: fsdp2"
+        UserError, match=r"trainer\.gathered is .bf16., but it has no effect while .* set trainer\.sharding: fsdp2"
     ):
         config.validate()

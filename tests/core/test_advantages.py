@@ -256,7 +256,7 @@ def test_missing_values_and_turns_are_named():
         estimate("gae", r.replace(values=None))
     with pytest.raises(ValueError, match=r"rollouts\.turn"):
         estimate("gae_turn", r.replace(turn=None))
-    with pytest.raises(ValueError, match="falls along a row"):
+    with pytest.raises(ValueError, match="decreases along a row"):
         estimate("gae_turn", r.replace(mask=torch.ones_like(r.mask), turn=-torch.arange(6).expand(12, 6) + 9))
 
 

@@ -84,7 +84,7 @@ def test_nothing_trained_gives_zero(mode):
 
 
 def test_fixed_length_needs_a_length():
-    with pytest.raises(ValueError, match="Set its length"):
+    with pytest.raises(ValueError, match="Set it to the maximum response length"):
         aggregate(X, MASK, "fixed_length", count(MASK))
 
 

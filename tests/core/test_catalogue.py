@@ -40,7 +40,7 @@ def test_dapo_samples_groups_without_a_gradient_again_and_has_no_reference():
 
 
 def test_unknown_method_suggests_the_nearest():
-    with pytest.raises(ValueError, match=r"no objective 'grop'; did you mean 'grpo'"):
+    with pytest.raises(ValueError, match=r"unknown objective 'grop'; did you mean 'grpo'"):
         get("grop")
 
 
@@ -59,18 +59,18 @@ def test_what_an_objective_needs():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"advantage": {"kind": "group_mean_stdd"}}, "no advantage.*did you mean 'group_mean_std'"),
-        ({"clip": {"kind": "ppo"}}, "no clip 'ppo'.*ppo_clip"),
-        ({"ratio": {"kind": "row"}}, "no ratio 'row'"),
-        ({"kl": {"kind": "k4"}}, "no kl 'k4'.*k1, k1p, k2, k3, k3p"),
-        ({"entropy": {"kind": "exact"}}, "no entropy 'exact'.*full, sampled"),
+        ({"advantage": {"kind": "group_mean_stdd"}}, "unknown advantage.*did you mean 'group_mean_std'"),
+        ({"clip": {"kind": "ppo"}}, "unknown clip 'ppo'.*ppo_clip"),
+        ({"ratio": {"kind": "row"}}, "unknown ratio 'row'"),
+        ({"kl": {"kind": "k4"}}, "unknown kl 'k4'.*k1, k1p, k2, k3, k3p"),
+        ({"entropy": {"kind": "exact"}}, "unknown entropy 'exact'.*full, sampled"),
         ({"filter": {"kind": "resampel"}}, "did you mean 'resample'"),
-        ({"aggregation": {"kind": "mean"}}, "no aggregation 'mean'"),
+        ({"aggregation": {"kind": "mean"}}, "unknown aggregation 'mean'"),
         ({"kl": {"kind": "k3", "aggregation": "mean"}}, r"kl\.aggregation.*'mean'"),
         ({"kl": {"kind": "k3", "coef": 0.1, "aggregation": 5}}, r"kl\.aggregation is 5; expected a name.*token_mean"),
         ({"kl": {"kind": "k3", "coef": 0.1, "aggregation": ["token_mean"]}}, r"kl\.aggregation is \['token_mean'\]"),
-        ({"kl": {"kind": "k3"}}, "kl is 'k3', whose coef is 0 unless you set it"),
-        ({"entropy": {"kind": "full"}}, "entropy is 'full', whose coef is 0 unless you set it"),
+        ({"kl": {"kind": "k3"}}, "kl is 'k3', whose coef is 0 by default"),
+        ({"entropy": {"kind": "full"}}, "entropy is 'full', whose coef is 0 by default"),
         ({"surrogate": {"kind": "cispo"}}, "no part 'surrogate'; its parts: advantage, scaling, ratio, clip"),
         ({"advantage": {"kind": "group_mean", "ddof": 1}}, "no option 'ddof'; it has: singleton"),
         ({"ratio": {"low": 0.1}}, "'token' has no option 'low'; it has none"),
@@ -78,8 +78,8 @@ def test_what_an_objective_needs():
         ({"clip": {"kind": "bgpo", "low": 0.1}}, "'bgpo' has no option 'low'"),
         ({"filter": {"low": 0.1}}, "'none' has no option 'low'"),
         ({"aggregation": {"length": 100}}, "'token_mean' has no option 'length'"),
-        ({"kl": {"coef": 0.1}}, r"kl\.coef would do nothing; .*objective\.kl\.kind=none; .*name its kind: full, k1"),
-        ({"entropy": {"coef": 0.1}}, "entropy is not part of this objective.*name its kind: full, sampled"),
+        ({"kl": {"coef": 0.1}}, r"kl\.coef would do nothing; .*objective\.kl\.kind=none; .*set its kind: full, k1"),
+        ({"entropy": {"coef": 0.1}}, "entropy is not part of this objective.*set its kind: full, sampled"),
         ({"clip": {"high": "wide"}}, r"clip\.high is 'wide'; expected float, at least 0"),
         ({"clip": {"high": True}}, r"clip\.high is True; expected float"),
         ({"advantage": {"ddof": 0.5}}, r"advantage\.ddof is 0\.5; expected int, one of 0, 1"),
@@ -99,16 +99,16 @@ def test_options_that_a_block_does_not_have_are_refused(changes, message):
         ({"clip": GspoClip()}, "clips whole rows"),
         ({"clip": Cispo(), "ratio": SequenceFullRatio()}, "detaches the ratio"),
         ({"clip": PolicyGradient(), "ratio": SequenceRatio()}, "uses no ratio"),
-        ({"ratio": SequenceFullRatio(), "advantage": Gae(), "value": ValueLoss()}, "differs inside a row"),
-        ({"ratio": SequenceProductRatio(), "advantage": WhitenedReturns()}, "differs inside a row"),
-        ({"kl": ExactKl(0.1, in_reward=True)}, "cannot go into the reward"),
+        ({"ratio": SequenceFullRatio(), "advantage": Gae(), "value": ValueLoss()}, "varies within a row"),
+        ({"ratio": SequenceProductRatio(), "advantage": WhitenedReturns()}, "varies within a row"),
+        ({"kl": ExactKl(0.1, in_reward=True)}, "cannot be used in the reward"),
         ({"kl": K3StraightThrough(0.1, in_reward=True)}, "Use 'k3'"),
         ({"kl": K1(0.1, in_reward=True, aggregation=SequenceMean())}, "has no effect"),
         ({"kl": K1(-0.1)}, r"kl\.coef is -0\.1"),
         ({"aggregation": FixedLength()}, r"aggregation\.length is 0; must be at least 1"),
         ({"value": ValueLoss()}, "has no critic"),
         ({"advantage": Gae()}, "needs a critic, but there is no value loss"),
-        ({"filter": DropGroups(low=0.9, high=0.1)}, "must lie below"),
+        ({"filter": DropGroups(low=0.9, high=0.1)}, "must be below"),
         ({"advantage": GroupMeanStd(ddof=2)}, r"advantage\.ddof is 2; allowed: 0, 1"),
         ({"advantage": GroupMeanStd(eps=-1.0)}, r"advantage\.eps is -1\.0"),
         ({"advantage": WhitenedReturns(gamma=1.1)}, r"advantage\.gamma is 1\.1"),

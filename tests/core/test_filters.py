@@ -50,7 +50,7 @@ def test_a_reward_term_can_decide():
     r = with_rewards([1.1, 1.0], [0.5, 0.4], accuracy=[1.0, 1.0, 0.0, 1.0])
     assert zero_variance_groups(r).tolist() == [True, True]
     assert zero_variance_groups(r, "accuracy").tolist() == [False, True]
-    with pytest.raises(ValueError, match=r"no reward term 'acuracy'; did you mean 'accuracy'"):
+    with pytest.raises(ValueError, match=r"unknown reward term 'acuracy'; did you mean 'accuracy'"):
         zero_variance_groups(r, "acuracy")
 
 

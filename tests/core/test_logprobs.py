@@ -301,7 +301,7 @@ def test_no_rows():
     ("changes", "message"),
     [
         ({"hidden": torch.zeros(2, 3, 4)}, r"hidden\[mask\.bool\(\)\]"),
-        ({"targets": torch.zeros(3, dtype=torch.int64)}, "one entry a row"),
+        ({"targets": torch.zeros(3, dtype=torch.int64)}, "one entry per row"),
         ({"targets": torch.zeros(2)}, "int64"),
         ({"weight": torch.zeros(5, 3)}, "H = 4"),
         ({"bias": torch.zeros(4)}, r"\(5,\)"),
@@ -341,7 +341,7 @@ def test_gaussian_step_gradients():
 def test_gaussian_step_in_low_precision_is_float32():
     x = torch.ones(1, 1000, dtype=torch.bfloat16)
     assert gaussian_step_logprob(x, torch.zeros_like(x), 1.0, "sum").dtype == torch.float32
-    with pytest.raises(ValueError, match="no reduction 'max'"):
+    with pytest.raises(ValueError, match="unknown reduction 'max'"):
         gaussian_step_logprob(x, x, 1.0, "max")
     with pytest.raises(ValueError, match="shape"):
         gaussian_step_logprob(x, x[:, :2], 1.0)

@@ -86,8 +86,8 @@ def test_a_correction_needs_the_samplers_numbers():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"gate": {"kind": "token", "low": None, "high": None}}, r"gate\.low and gate\.high are both none"),
-        ({"correction": {"kind": "masked", "low": 3.0, "high": 2.0}}, r"correction\.low 3 must lie below .* 2"),
+        ({"gate": {"kind": "token", "low": None, "high": None}}, r"gate\.low and gate\.high are both null"),
+        ({"correction": {"kind": "masked", "low": 3.0, "high": 2.0}}, r"correction\.low 3 must be below .* 2"),
         ({"correction": {"kind": "masked", "level": "row"}}, r"correction\.level is 'row'.*token, sequence, geometric"),
     ],
 )
@@ -97,5 +97,5 @@ def test_bounds_that_make_no_sense_are_refused(changes, message):
 
 
 def test_losses_of_whole_groups_take_no_weights():
-    with pytest.raises(ValueError, match="gate weighs decisions, but clip 'group_regression' compares whole rows"):
+    with pytest.raises(ValueError, match="gate weights decisions, but clip 'group_regression' compares whole rows"):
         get("reg_grpo").replace(gate=TokenGate()).validate()

@@ -218,10 +218,10 @@ def test_learning_from_preferred_answers_alone_needs_no_reference():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"loss": {"kind": "dpo"}}, "no loss 'dpo'.*sigmoid"),
+        ({"loss": {"kind": "dpo"}}, "unknown loss 'dpo'.*sigmoid"),
         ({"loss": {"eta": 1.0}}, "'sigmoid' has no option 'eta'; it has: beta, label_smoothing"),
         ({"clip": {"high": 0.3}}, "no part 'clip'; its parts: loss, score, likelihood"),
-        ({"likelihood": {"coef": 0.1}}, "likelihood is not part of this objective.*name its kind: nll"),
+        ({"likelihood": {"coef": 0.1}}, "likelihood is not part of this objective.*set its kind: nll"),
         ({"loss": {"beta": "much"}}, r"loss\.beta is 'much'; expected float, positive"),
     ],
 )
@@ -262,6 +262,6 @@ def test_what_is_missing_is_named():
 def test_a_preference_objective_is_not_one_for_rewards():
     with pytest.raises(ValueError, match=r"'dpo' learns from pairs of answers.*recipe: preference"):
         get("dpo")
-    with pytest.raises(ValueError, match=r"no preference objective 'dpoo'; did you mean 'dpo'"):
+    with pytest.raises(ValueError, match=r"unknown preference objective 'dpoo'; did you mean 'dpo'"):
         get_preference("dpoo")
     assert DecisionScore().formula()

@@ -93,7 +93,7 @@ def test_a_cut_group_would_change_the_loss():
     [
         ({"clip": GroupRegression(), "ratio": TokenRatio()}, "compares whole rows, but ratio is 'token'"),
         ({"clip": GroupRegression(), "ratio": SequenceRatio()}, "Use ratio 'sequence_product'"),
-        ({"clip": PpoClip(), "ratio": SequenceProductRatio(limit=None)}, r"ratio\.limit is none"),
+        ({"clip": PpoClip(), "ratio": SequenceProductRatio(limit=None)}, r"ratio\.limit is null"),
         ({"clip": GroupRegression(eps=0.0), "ratio": SequenceProductRatio()}, r"clip\.eps is 0\.0; must be positive"),
     ],
 )

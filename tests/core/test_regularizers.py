@@ -179,9 +179,9 @@ def test_a_divergence_from_the_old_policy_needs_no_reference():
     exact = objective.override({"kl": {"kind": "full"}})
     assert exact.needs == {"samples", "kl_old"}
     assert "KL(policy || old policy)" in exact.describe()
-    with pytest.raises(ValueError, match=r"kl\.to 'old' is for a term of the loss"):
+    with pytest.raises(ValueError, match=r"kl\.to 'old' only applies to a term of the loss"):
         objective.override({"kl": {"in_reward": True}}).validate()
-    with pytest.raises(ValueError, match=r"kl\.anneal is for a term of the loss"):
+    with pytest.raises(ValueError, match=r"kl\.anneal only applies to a term of the loss"):
         get("rloo").override({"kl": {"anneal": True}}).validate()
 
 

@@ -225,7 +225,7 @@ def test_categories_are_fields_or_columns_of_tasks():
     assert fields_of(SimpleNamespace(task=question, query="q")) == {"query": "q", "level": "3"}
     assert fields_of(SimpleNamespace(id="a", task={"name": "maze"})) == {"id": "a", "name": "maze"}
     assert fields_of(SimpleNamespace(task="lift")) == {"task": "lift"}
-    with pytest.raises(ValueError, match=r"order\.field: There is no field of the .* 'levle'; did you mean 'level'"):
+    with pytest.raises(ValueError, match=r"order\.field: unknown field of the .* 'levle'; did you mean 'level'"):
         CategoryBandit(field="levle").state([question])
 
 

@@ -89,7 +89,7 @@ def test_separate_advantages_of_the_rewards_are_weighed_once():
 
 
 def test_what_is_missing_is_named():
-    with pytest.raises(ValueError, match=r"rollouts\.entropy is missing: weight 'top_entropy' selects by it"):
+    with pytest.raises(ValueError, match=r"rollouts\.entropy is missing: weight 'top_entropy' selects decisions by it"):
         Objective("mine", weight=TopEntropy()).compute_advantages(small())
     with pytest.raises(ValueError, match=r"extras\['duration'\] is missing: weight 'duration' reads it"):
         Objective("mine", weight=Duration()).compute_advantages(small())
@@ -97,7 +97,7 @@ def test_what_is_missing_is_named():
     own = get("dapo").replace(weight=TopEntropy())
     with pytest.raises(ValueError, match=r"extras\['weight'\] is missing: compute_advantages\(rollouts\) sets it"):
         own.loss(PolicyOutputs(ready.logp_old), ready, own.denominators(ready))
-    with pytest.raises(ValueError, match="weight weighs decisions, but clip 'group_regression' compares whole rows"):
+    with pytest.raises(ValueError, match="weight weights decisions, but clip 'group_regression' compares whole rows"):
         get("reg_grpo").replace(weight=TopEntropy()).validate()
     with pytest.raises(ValueError, match=r"weight\.share is 0\.0; must be"):
         get("dapo").replace(weight=TopEntropy(0.0)).validate()
@@ -142,14 +142,14 @@ def test_responses_of_high_entropy_are_left_out():
 
 @pytest.mark.parametrize("name", ["gepo", "gtpo", "segment_chain", "remax"])
 def test_blocks_that_know_the_total_reward_only_are_refused_where_each_reward_has_advantages(name):
-    with pytest.raises(ValueError, match="reads the summed reward, but here each reward has its own advantages"):
+    with pytest.raises(ValueError, match="uses the summed reward, but here each reward has its own advantages"):
         decoupled_advantages(get(name), random_rollouts(), {"accuracy": 1.0})
 
 
 def test_rewards_of_decisions_are_refused_where_each_reward_has_advantages():
     rollouts = random_rollouts()
     rollouts = rollouts.replace(extras={"decision_reward": torch.zeros_like(rollouts.mask)})
-    with pytest.raises(ValueError, match="rewards of decisions are those of all terms together"):
+    with pytest.raises(ValueError, match=r"[Rr]ewards of single decisions are not split into terms"):
         decoupled_advantages(get("grpo"), rollouts, {"accuracy": 1.0})
 
 

@@ -100,7 +100,7 @@ def test_rows_whose_image_cannot_be_used_are_left_out_or_named(tmp_path, caplog)
     assert loaded.tasks[0].columns == {}
     assert loaded.skipped == {"image": 4}
     assert "line 2: the image of column 'image' cannot be used: file not found: " in caplog.text
-    named = {2: "no such file", 3: "Error", 4: "no image;", 5: "not int"}
+    named = {2: "file not found", 3: "Error", 4: "not an image;", 5: "not int"}
     for line, reason in named.items():
         path.write_text("\n" * (line - 1) + json.dumps({"prompt": "make it red", "image": cells[line - 1]}))
         with pytest.raises(UserError, match=rf"edits\.jsonl line {line}: the image of column 'image' .*{reason}"):
@@ -117,7 +117,7 @@ def test_images_that_the_family_or_other_rows_do_not_have_are_refused(kontext, t
     config = editing(tmp_path, kontext)
     with (tmp_path / "edits.jsonl").open("a") as file:
         file.write("\n" + json.dumps({"prompt": "a red circle"}))
-    with pytest.raises(UserError, match=r"data: edits\.jsonl line 4 has no image, edits\.jsonl line 1 has one"):
+    with pytest.raises(UserError, match=r"data: edits\.jsonl line 4 has no image, but edits\.jsonl line 1 has one"):
         build(config)
     write_edits(tmp_path / "edits.jsonl", PROMPTS, SIZE)
     config.data.image_key = config.eval_data["held_out"].image_key = ""

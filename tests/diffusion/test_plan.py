@@ -51,9 +51,9 @@ trainer: {{tasks_per_step: 2, samples_per_task: 4, micro_batch: 2}}
     assert main(["train", str(file), "--dry-run", "--gpu-memory", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(line for line in lines if line.startswith("1 GPU, computed for"))
-    assert "8 images a step and 3 noisy versions of each, the update of 2 images at once" in title
+    assert "8 images per step and 3 noisy versions of each, the update of 2 images per micro-batch" in title
     sizes = {line.split("  ")[1].strip(): line.split() for line in lines if line.endswith(("GB", "update", "sampling"))}
-    assert {"reference", "averages of weights", "latents and states", "activations"} <= set(sizes)
+    assert {"reference", "weight averages", "latents and states", "activations"} <= set(sizes)
     assert not (tmp_path / "run").exists()
 
 
@@ -63,7 +63,7 @@ def test_weights_and_averages_follow_the_configuration(tmp_path):
     held = {part.name: part.bytes for part in plan.parts}
     weights = held["weights, trained"]
     assert held["gradients"] == weights
-    assert held["averages of weights"] == 2 * weights  # the anchor's and the evaluation's
+    assert held["weight averages"] == 2 * weights  # the anchor's and the evaluation's
     assert held["reference"] == weights + held.get("weights, frozen", 0)
     state = {part.name: part.bytes for part in footprint(config, passes=False).parts}
     assert state == {name: held.get(name, 0) for name in state}

@@ -136,10 +136,10 @@ def test_all_rewards_failing_ends_the_run_with_their_reasons(tmp_path, caplog):
     recipe = build(run_config("awm", tmp_path))
     with_function(recipe, {"caption_colour": always_raises, "jpeg_incompressibility": red})
     found = recipe.evaluate(recipe.policy, next(iter(recipe.eval_tasks)), make_accelerator(), Step())
-    assert "every reward failed in the evaluation of" in found.failure
+    assert "all rewards failed in the evaluation of" in found.failure
     assert "no reward today" in found.failure
     assert "no reward today" in caplog.text
-    with pytest.raises(RunError, match=r"every reward of this step failed.*no reward today"):
+    with pytest.raises(RunError, match=r"all rewards of this step failed.*no reward today"):
         collected(recipe)
 
 
@@ -170,7 +170,7 @@ def test_latents_that_overflow_are_counted_and_have_no_gradient(name, value, tmp
 
 def test_only_overflow_ends_the_run(tmp_path, monkeypatch):
     spoil(monkeypatch, float("inf"), rows=list(range(8)))
-    with pytest.raises(RunError, match=r"every reward of this step failed: latents/overflow"):
+    with pytest.raises(RunError, match=r"all rewards of this step failed: latents/overflow"):
         collected(build(run_config("flow_grpo", tmp_path)))
 
 
@@ -283,7 +283,7 @@ def test_a_run_under_gdpo_takes_optimiser_steps_where_sums_are_equal(tmp_path, m
     ("part", "message"),
     [
         ({"filter": {"kind": "drop", "low": 0.1}}, r"objective\.filter\.low and high bound the mean of the summed"),
-        ({"order": {"kind": "category_bandit", "field": "caption"}}, "order 'category_bandit' reads the summed reward"),
+        ({"order": {"kind": "category_bandit", "field": "caption"}}, "order 'category_bandit' uses the summed reward"),
         ({"advantage": {"kind": "smooth_std"}}, "advantage 'smooth_std' remembers the summed reward only"),
     ],
 )
@@ -393,7 +393,7 @@ def test_bad_prompts_can_be_errors(tmp_path, capsys):
         (["sampler.kernel=flow_ode"], "did you mean 'flow_sde'? allowed: flow_sde, dance_sde, cps"),
         (["sampler.noise_level=0"], "sampler.noise_level is 0"),
         (["sampler.kernel=cps", "sampler.noise_level=1.5"], "must be at most 1 for cps"),
-        (["sampler.steps=1"], "sampler.steps is 1; needs at least 2"),
+        (["sampler.steps=1"], "sampler.steps is 1; at least 2 are needed"),
         (["sampler.window=3", "sampler.window_low=2"], "sampler.window_low is 2"),
         (["sampler.window=2", "sampler.window_high=5"], "sampler.window_high is 5"),
         (["sampler.eval_guidance=-1"], "sampler.eval_guidance is -1"),
@@ -490,8 +490,8 @@ def test_objective_and_filter_are_read_from_the_run(tmp_path):
         ("flow_grpo", ["sampler.kernel=cps", "sampler.fraction=1.0"], "fraction is 1.0, which trains the last of 4"),
         ("flow_grpo", ["sampler.kernel=cps", "sampler.window=2", "sampler.window_high=4"], "window_high is 4"),
         ("flow_grpo", ["sampler.kernel=cps", "sampler.window=2", "sampler.window_low=2"], "trains the last of 4 steps"),
-        ("awm", ["sampler.same_noise=true", "sampler.solver=euler"], "solver 'euler' .* one image"),
-        ("awm", ["sampler.same_noise=true", "sampler.noise_level=0"], "solver 'sa_solver' .* one image"),
+        ("awm", ["sampler.same_noise=true", "sampler.solver=euler"], "solver 'euler' .* would be identical"),
+        ("awm", ["sampler.same_noise=true", "sampler.noise_level=0"], "solver 'sa_solver' .* would be identical"),
     ],
 )
 def test_samplers_that_leave_nothing_to_learn_are_refused(recipe, changes, culprit, tmp_path):

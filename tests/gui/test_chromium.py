@@ -15,7 +15,7 @@ def test_without_a_browser_the_error_says_what_to_install(monkeypatch, tmp_path)
     assert chromium.find_chromium() is None
     with pytest.raises(UserError, match=r"apt-get install .*chromium.*MMRL_CHROMIUM"):
         chromium.require_chromium()
-    with pytest.raises(UserError, match="the option `executable` names '/no/chrome'"):
+    with pytest.raises(UserError, match="the option `executable` is '/no/chrome'"):
         chromium.require_chromium("/no/chrome")
     monkeypatch.setattr(chromium.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"pip install 'mmrl-suite\[gui\]'"):

@@ -176,7 +176,7 @@ def test_own_boxes_in_another_convention_are_refused(tmp_path, name, training):
 def test_the_command_finds_the_convention_of_own_data(tmp_path, capsys, name):
     assert main(["gui", "validate", str(own_rows(tmp_path, lambda box, *size: box))]) == 0
     out = capsys.readouterr().out
-    assert "own grounding data: 30 rows" in out
+    assert "custom grounding data: 30 rows" in out
     assert "usable as it is" in out
     assert main(["gui", "validate", str(own_rows(tmp_path, CONVENTIONS[name]))]) == 2
     assert name in capsys.readouterr().out
@@ -194,7 +194,9 @@ def test_thousandths_on_screens_above_1000_pixels_only(tmp_path):
 def test_swapped_sides_are_named(tmp_path, capsys):
     path = own_rows(tmp_path, lambda box, *size: box, count=1)
     path.write_text(json.dumps(json.loads(path.read_text()) | {"original_wh": [1080, 1920]}) + "\n")
-    with pytest.raises(UserError, match=r"is 1080 x 1920, the image 1920 x 1080 pixels \(the sides are swapped"):
+    with pytest.raises(
+        UserError, match=r"is 1080 x 1920, but the image has 1920 x 1080 pixels \(the sides are swapped"
+    ):
         prepare_tasks(load_tasks(DataConfig(path=str(path))), GroundingSettings(), Resize(28), training=True)
     assert main(["gui", "validate", str(path)]) == 2
     assert "the sides are swapped" in capsys.readouterr().out
@@ -203,9 +205,11 @@ def test_swapped_sides_are_named(tmp_path, capsys):
 def test_the_file_of_training_is_not_held_out_unless_that_is_meant(tmp_path):
     path = str(own_rows(tmp_path, lambda box, *size: box))
     data, eval_data = DataConfig(path=path), {"heldout": DataConfig(path=f"{tmp_path}/../{tmp_path.name}/own.jsonl")}
-    with pytest.raises(UserError, match=r"eval_data\.heldout\.path .* also the training file.*grounding\.seen: \[heldout\]"):
+    with pytest.raises(
+        UserError, match=r"eval_data\.heldout\.path .* also the training file.*grounding\.seen: \[heldout\]"
+    ):
         check_held_out(data, eval_data, [])
     check_held_out(data, eval_data, ["heldout"])
-    with pytest.raises(UserError, match="names 'hold'"):
+    with pytest.raises(UserError, match="contains 'hold'"):
         check_held_out(data, eval_data, ["hold"])
     check_held_out(DataConfig(path="hub/screens"), {"test": DataConfig(path="hub/screens", split="test")}, [])

@@ -67,7 +67,7 @@ def test_settings_that_do_not_fit_are_refused():
         WebScreens(ScreenSettings(layout="launcher", width_px=128, height_px=64, scales=(1.0,)))
     with pytest.raises(UserError, match="only relation"):
         WebScreens(ScreenSettings(layout="launcher", kinds=("relation",)))
-    with pytest.raises(UserError, match=r"screens\.launcher is set, but nothing reads it while screens\.layout is"):
+    with pytest.raises(UserError, match=r"screens\.launcher is set, but it has no effect while screens\.layout is"):
         WebScreens(ScreenSettings(launcher=LauncherSettings(tiles=4)))
     with pytest.raises(UserError, match="at least 160 x 120"):
         WebScreens(ScreenSettings(width_px=128))

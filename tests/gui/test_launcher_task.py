@@ -104,7 +104,7 @@ def test_an_agent_answers_with_points_as_a_grounding_model_does(env):
     assert (terminated, info["action_error"]) == (False, "wrong_arguments")
     agent.reset({"name": "login"}, 0)
     agent.step(agent.expert())  # into the first field
-    with pytest.raises(UserError, match="wants to type"):
+    with pytest.raises(UserError, match="next action is type"):
         agent.expert()
 
 

@@ -87,7 +87,7 @@ def test_wrong_settings_say_what_there_is(browser):
     with pytest.raises(UserError, match="max_steps is 0"):
         ListedMiniWob(max_steps=0)
     env = ListedMiniWob(browser=browser)
-    with pytest.raises(UserError, match="entries name, seed, not 'page'"):
+    with pytest.raises(UserError, match="no entry 'page'; it may have name, seed"):
         env.reset({"page": "click-link"}, 0)
     env.reset({"name": "click-test"}, 0)
     with pytest.raises(UserError, match="click-test has no expert"):

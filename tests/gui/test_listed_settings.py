@@ -72,7 +72,7 @@ def test_a_killed_browser_costs_the_episode(browser):
     ("options", "message"),
     [
         ({"tabs": 5}, "tabs is 5; expected 1 to 4"),
-        ({"wanted": 5, "tabs": 2}, "with 2 tabs has 1 to 4"),
+        ({"wanted": 5, "tabs": 2}, "with 2 tabs supports 1 to 4"),
         ({"max_steps": 0}, "1"),
     ],
 )

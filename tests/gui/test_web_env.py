@@ -249,7 +249,7 @@ def test_settings_from_plain_data_and_wrong_ones():
         web_tasks(disturbances={"popups": 1})
     with pytest.raises(UserError, match="unknown task 'logout'; available: login, search"):
         web_tasks(tasks=["logout"])
-    with pytest.raises(UserError, match="abs_resized need `resize`"):
+    with pytest.raises(UserError, match="abs_resized needs `resize`"):
         web_tasks(space="abs_resized")
     with pytest.raises(ConfigError, match=r"environment\.max_steps is 0"):
         web_tasks(max_steps=0)
@@ -261,7 +261,7 @@ def test_tasks_that_do_not_exist(make_env):
     env = make_env()
     for task, message in (
         ({"name": "logout"}, "unknown task 'logout'"),
-        ({"name": "login", "goals": 1}, "not 'goals'"),
+        ({"name": "login", "goals": 1}, "no entry 'goals'"),
         (["login"], "the task is a list"),
     ):
         with pytest.raises(UserError, match=message):

@@ -47,13 +47,17 @@ def test_other_spaces_hold_no_image(space):
 @pytest.mark.parametrize(
     ("space", "value", "message"),
     [
-        (None, SCALED, r"an image of the shape \(4, 5, 3\) is float32; expected uint8, 0 to 255; multiply it by 255"),
-        (None, RGB.astype(np.int64) + 50, r"\(4, 5, 3\) is int64; expected uint8, 0 to 255$"),
-        (None, RGB > 7, "is bool; expected uint8"),
+        (
+            None,
+            SCALED,
+            r"an image of shape \(4, 5, 3\) has type float32; expected uint8, 0 to 255; .* multiply by 255",
+        ),
+        (None, RGB.astype(np.int64) + 50, r"\(4, 5, 3\) has type int64; expected uint8, 0 to 255$"),
+        (None, RGB > 7, "has type bool; expected uint8"),
         (None, RGB.transpose(2, 0, 1), r"the shape \(3, 4, 5\); .* the channels come last"),
         (spaces.Box(0, 1, (4, 5, 3), np.float32), SCALED * 255, "values from .* to 255; expected float32, 0 to 1"),
         (spaces.Box(0, 1, (4, 5, 3), np.float32), SCALED * np.nan, "values from nan to nan"),
-        (spaces.Box(0, 1, (4, 5, 3), np.float32), RGB, r"is uint8; expected float32, 0 to 1"),
+        (spaces.Box(0, 1, (4, 5, 3), np.float32), RGB, r"has type uint8; expected float32, 0 to 1"),
     ],
 )
 def test_a_value_of_another_form_is_named_and_not_cast(space, value, message):

@@ -104,7 +104,7 @@ def test_other_formats_are_named_and_no_decoder_of_theirs_runs(form, monkeypatch
 
 
 def test_what_is_no_image_is_not_called_one():
-    with pytest.raises(ImageError, match="it is damaged or no image; allowed formats are PNG"):
+    with pytest.raises(ImageError, match="it is damaged or not an image; allowed formats are PNG"):
         decode_image(b"no image at all")
 
 

@@ -182,7 +182,7 @@ def test_setup_takes_a_wheel_that_was_brought(shelf, capsys, in_the_folder):
         models.mkdir()
         shelf.rename(models / shelf.name)
     assert main(["setup", "smollm2", *([] if in_the_folder else [str(shelf)])]) == 0
-    assert "use it as model.path: smollm2" in capsys.readouterr().out
+    assert "use it with model.path: smollm2" in capsys.readouterr().out
     assert [entry.name for entry in models.iterdir() if entry.suffix != ".whl"] == ["smollm2"]
     assert resolve_model("smollm2") == (str(models / "smollm2"), None)
     policy = load_policy(ModelConfig(path="smollm2"))
@@ -229,7 +229,7 @@ def test_another_wheel_is_refused(shelf, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(["smollm2", "--gpu"], "are for vllm"), (["vllm", "a.whl"], "takes no wheel")]
+    ("words", "said"), [(["smollm2", "--gpu"], "are for vllm"), (["vllm", "a.whl"], "does not take a wheel")]
 )
 def test_options_of_the_other_kind_are_refused(capsys, words, said):
     assert main(["setup", *words]) == 2
@@ -237,7 +237,7 @@ def test_options_of_the_other_kind_are_refused(capsys, words, said):
 
 
 def test_a_model_that_is_not_set_up_names_the_command_and_fetches_nothing(shelf):
-    with pytest.raises(UserError, match=r"is not set up in .*; run: mmrl setup smollm2"):
+    with pytest.raises(UserError, match=r"has not been set up in .*; run: mmrl setup smollm2"):
         load_policy(ModelConfig(path="smollm2"))
     with pytest.raises(UserError, match=r"no model folder smollm3; .*packaged model \(smollm2\)"):
         resolve_model("smollm3")

@@ -81,7 +81,7 @@ def test_an_early_end_that_the_index_shows_is_found_before_decoding(tmp_path, mo
     path = write_clip(tmp_path / "a.mp4", even_times(60), options={"movflags": "faststart"})
     path.write_bytes(path.read_bytes()[:-1])
     monkeypatch.setattr(video_reading, "_upright", None)
-    with pytest.raises(VideoError, match="ends early"):
+    with pytest.raises(VideoError, match="is truncated"):
         read_index(path)
 
 
@@ -274,4 +274,6 @@ def test_without_a_torchcodec_that_loads_pyav_decodes(tmp_path, monkeypatch, tor
     with caplog.at_level("INFO", "mmrl"):
         index = read_index(write_clip(tmp_path / "a.mp4", even_times(4)))
         assert numbers_of(decode_frames(index, [1, 3])) == [1, 3]
-    assert "decoded by PyAV: torchcodec is installed but cannot be used (Could not load libtorchcodec)" in caplog.text
+    assert (
+        "decoded by PyAV because the installed torchcodec cannot be used (Could not load libtorchcodec)" in caplog.text
+    )

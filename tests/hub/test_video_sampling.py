@@ -126,7 +126,7 @@ def test_very_short_videos(tmp_path, frames, library):
         ({"video_start": 3.0, "video_end": 2.0}, "Invalid time range"),
         ({"fps": 2.0, "nframes": 4}, "either `fps` or `nframes`"),
         ({"min_pixels": 50_000, "max_pixels": 40_000}, "max_pixels"),
-        ({"max_pixels": 40_000}, "min_pixels, which is 100352 by default; set that too"),
+        ({"max_pixels": 40_000}, "min_pixels, which is 100352 by default; set min_pixels, too"),
     ],
 )
 def test_what_cannot_be_chosen_is_named(clip, library, options, message):

@@ -47,22 +47,22 @@ def test_numbers_are_those_of_the_exported_step(run):
     assert before.data.eval_results[0].metric_value == 0.4
     assert "80.0" not in before.text
     assert at_step(run, 5).evaluations == []
-    assert "There is no held-out evaluation of this step" in card_of(run, 5)
+    assert "There is no held-out evaluation at this step" in card_of(run, 5)
 
 
 def test_the_card_of_a_best_step_says_that_it_was_chosen(run):
     (run.folder / "config.yaml").write_text("checkpoint: {every: 3}\n")
     content = RESULT | {"best_checkpoint": {"step": 9, "metric": "accuracy/greedy"}}
     (run.folder / "result.json").write_text(json.dumps(content))
-    assert "was chosen among several by its accuracy/greedy" in card_of(run, 9)
-    assert "was chosen" not in card_of(run, 0)
+    assert "was selected by its accuracy/greedy" in card_of(run, 9)
+    assert "was selected" not in card_of(run, 0)
 
 
 def test_a_repository_names_the_card_and_the_snippet(run):
     card = ModelCard(card_of(run, 9, repository="someone/good-model"))
     assert (card.data.model_name, card.data.library_name) == ("good-model", "mmrl-suite")
     assert 'folder = snapshot_download("someone/good-model")' in card.text
-    with pytest.raises(UserError, match="id of a repository"):
+    with pytest.raises(UserError, match="expected a repository id"):
         export_run(RECIPES["vlm"], Config(), run.folder, run.folder / "out", repository="no-owner")
 
 

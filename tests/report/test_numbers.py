@@ -24,20 +24,20 @@ def test_derived_numbers_by_hand():
     ]
     rows = {name: (value, remark) for name, value, remark in derived_numbers(metrics, {})}
     assert rows["reward at the start"][0] == "0.1"
-    assert rows["reward at the end"] == ("0.3", "last step, +0.2 against the start")
+    assert rows["reward at the end"] == ("0.3", "last step, +0.2 compared with the start")
     assert rows["best reward"] == ("0.5", "step 2")
     assert rows["groups with equal rewards"][0] == "50.0%"
     assert rows["samples"][0] == "64"
-    assert rows["time of all steps"] == ("16.0 s", "4 s a step")
+    assert rows["time in steps"] == ("16.0 s", "4 s per step")
     assert rows["decisions per second"][0] == "25"
     assert rows["time by stage"] == ("rollout 75.0%", "update 12.5%, other 12.5%")
-    assert rows["samples no reward could score"][0] == "8"
+    assert rows["samples that could not be scored"][0] == "8"
     assert rows["rows skipped"][0] == "4"
     assert "optimiser steps skipped" not in rows
     assert sum(stage_shares(metrics).values()) == pytest.approx(1)
     result = {"steps": 4, "optimiser_steps": 1200, "optimiser_steps_without_gradient": 3}
     rows = {name: (value, remark) for name, value, remark in derived_numbers(metrics, result)}
-    assert rows["steps"] == ("4", "1,200 optimiser steps, 3 more left out, where no group had a gradient")
+    assert rows["steps"] == ("4", "1,200 optimiser steps, 3 more skipped because no group had a gradient")
 
 
 def test_moving_average_skips_gaps():

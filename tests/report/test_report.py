@@ -174,7 +174,7 @@ def test_headline_shows_both_ends_with_intervals_and_change(page):
 
 def test_sections_are_there(page):
     shown = " ".join(page.words)
-    for section in ("Numbers of the run", "Curves", "Before and after", "Sample rollouts", "Configuration"):
+    for section in ("Run summary", "Curves", "Before and after", "Sample rollouts", "Configuration"):
         assert section in shown
     for chart in ("Accuracy on test", "Reward terms", "Entropy", "Loss terms", "Gradient norm", "Seconds by stage"):
         assert chart in shown
@@ -185,7 +185,7 @@ def test_sections_are_there(page):
 
 def test_rollouts_are_grouped_and_carry_rewards_and_advantages(page):
     text = page.text
-    assert "The first 6 of the 8 tasks kept from step 40, not selected." in text
+    assert "The first 6 of the 8 tasks stored at step 40, without selection." in text
     assert "completion reward format number advantage finish" in text
     assert "What is 0 + 1?" in text
     assert "<|image_pad|>×12" in text
@@ -204,7 +204,7 @@ def test_before_and_after_are_side_by_side(page):
     assert "before training (step 0)" in text
     assert "after training (step 40)" in text
     assert "✓ correct" in text
-    assert "✗ wrong" in text
+    assert "✗ incorrect" in text
 
 
 def test_a_chain_starts_the_headline_with_the_first_run(tmp_path):
@@ -231,7 +231,7 @@ def test_supervised_run_has_a_report_without_rewards(tmp_path):
 def test_empty_folder_gets_a_report_that_says_so(tmp_path):
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert "has not finished" in page.text
-    assert "no step in metrics.jsonl" in page.text
+    assert "metrics.jsonl does not contain any steps" in page.text
     assert page.open == []
 
 
@@ -244,7 +244,7 @@ def test_a_folder_of_evaluations_shows_the_newest_of_each_split(tmp_path):
     shown = SampleRecord("a", "find it", "[1, 2]", outputs=[scene(1, 2)], correct=False)
     write_samples(tmp_path, 0, "eval", [shown])
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
-    assert "Nothing was trained here" in text
+    assert "Nothing was trained in this run" in text
     assert "has not finished" not in text
     assert "evaluated 50.0% 0 50" in text
     assert "evaluated 75.0% 0 50" in text

@@ -50,7 +50,7 @@ def test_scores_judges_and_diversity_stand_before_and_after_with_changes(tmp_pat
     assert "held_out change before training step 0, 54 tasks after training step 2, 54 tasks" in page.text
     optimised = "optimised graded +0.070 [+0.028, +0.112] 0.376 [0.346, 0.406] 0.446 [0.416, 0.476]"
     judged = "not optimised, held out strict -0.051 [-0.093, -0.009] 0.167 [0.137, 0.197] 0.116 [0.086, 0.146]"
-    moved = "what else moved diversity/latent -0.120 1.020 0.900 distance/base +8.0e-07 0.000 8.0e-07"
+    moved = "other changes diversity/latent -0.120 1.020 0.900 distance/base +8.0e-07 0.000 8.0e-07"
     assert f"{optimised} {judged} {moved}" in page.text
     assert "Held-out accuracy" not in page.text
     tones = [attributes["class"] for tag, attributes in page.attributes if tag == "span" and "class" in attributes]
@@ -129,6 +129,6 @@ def test_images_of_a_run_are_shown_sharp_and_once(tmp_path):
     assert {(image["class"], image["width"], image["height"]) for image in shown} == {("pixelated", "96", "96")}
     assert "image-rendering: pixelated" in " ".join(page.words)
     assert "prompt before training (step 0) after training (step 1) 0 squares reward 0.5 reward 0.5" in page.text
-    assert "Before and after, the same questions" not in page.text
+    assert "Before and after on the same questions" not in page.text
     assert "completion" not in page.text
     assert "the prompt as the model saw it" not in page.text

@@ -130,7 +130,7 @@ def test_facts_name_model_data_time_machine_versions_and_command(tmp_path):
         "time": "2 min 25 s",
         "machine": "here, cpu, 2 processes",
         "versions": "mmrl-suite 1.2, torch 2.13",
-        "to repeat": f"mmrl train '{folder}/config.yaml' 'output_dir={folder}-again'",
+        "command to repeat": f"mmrl train '{folder}/config.yaml' 'output_dir={folder}-again'",
     }
 
 

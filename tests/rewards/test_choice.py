@@ -107,7 +107,7 @@ def test_forms_of_the_right_answer(gold):
 
 @pytest.mark.parametrize("gold", ["dog", "", None, "Z", 3, "12", True, ["B"]])
 def test_right_answer_that_is_not_a_letter_is_an_error(gold):
-    with pytest.raises(ValueError, match="right answer"):
+    with pytest.raises(ValueError, match="reference answer"):
         score("<answer>B</answer>", gold)
 
 

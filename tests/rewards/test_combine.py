@@ -130,7 +130,7 @@ def test_no_rows_and_lists_of_different_length():
     ("config", "message"),
     [
         (RewardConfig("nuber"), "did you mean 'number'"),
-        (RewardConfig("zzz"), "known are: format, choice, number, exact, math, overlong"),
+        (RewardConfig("zzz"), "built-in rewards: format, choice, number, exact, math, overlong"),
         (RewardConfig(""), "no name"),
         (RewardConfig("number", weight=float("nan")), "weight is nan"),
         (RewardConfig("number", timeout_s=0.0), "timeout_s"),
@@ -142,8 +142,8 @@ def test_no_rows_and_lists_of_different_length():
         (RewardConfig("overlong", options={"max_tokens": 8}), "needs the options buffer_tokens"),
         (RewardConfig("overlong", options={"max_tokens": 8, "buffer_tokens": 9}), "buffer_tokens 9"),
         (RewardConfig("math", options={"several": "first"}), "wrong or last"),
-        (RewardConfig("mine", "nowhere.module:function"), "no module 'nowhere.module'"),
-        (RewardConfig("mine", "nowhere.py:function"), "no such file"),
+        (RewardConfig("mine", "nowhere.module:function"), "module 'nowhere.module' not found"),
+        (RewardConfig("mine", "nowhere.py:function"), "file not found"),
         (RewardConfig("mine", ":function"), "expected module:function"),
     ],
 )
@@ -153,7 +153,7 @@ def test_mistakes_in_the_configuration(config, message):
 
 
 def test_two_terms_need_two_names():
-    with pytest.raises(UserError, match="two rewards are called 'number'"):
+    with pytest.raises(UserError, match="two rewards are named 'number'"):
         RewardSum([RewardConfig("number"), RewardConfig("number")])
 
 
@@ -196,7 +196,7 @@ def test_loading_from_the_working_directory_or_a_file(folder):
         ("my_rewards:goood", "did you mean 'good'"),
         ("my_rewards.py:other", "its functions are: good, two"),
         ("my_rewards:number", "is a int, not a function"),
-        ("my_reward:good", "no module 'my_reward'"),
+        ("my_reward:good", "module 'my_reward' not found"),
         ("my_reward.py:good", "my_rewards.py"),
         ("broken_rewards:f", "not_there_at_all"),
         ("crashing_rewards:f", "ZeroDivisionError"),
@@ -250,7 +250,7 @@ def test_arguments_of_easyr1_functions_are_filled_by_options():
     def term(options):
         return RewardSum([RewardConfig("mine", f"{__file__}:compute_weighted", isolate=False, options=options)])
 
-    with pytest.raises(UserError, match="'mine' has no default for weight; give it in options"):
+    with pytest.raises(UserError, match="'mine' has no default for weight; set it in options"):
         term({"offset": 1.0})
     result = term({"weight": 2.0, "extra": 0.5}).score(["q"], ["abc"], {"answer": ["a"], "level": [1]})
     assert result.terms == {"mine": [6.5]}
@@ -285,7 +285,7 @@ def test_functions_of_easyr1_are_called_by_position(isolate, tmp_path, closing):
     for place, said in {
         f"{__file__}:compute_with_hidden": "has no default for weight",
         f"{__file__}:compute_weighted": "has no default for weight",
-        f"{tmp_path}/other.py:score": "takes no prompts and no completions.*reward_inputs",
+        f"{tmp_path}/other.py:score": "does not take prompts or completions.*reward_inputs",
     }.items():
         with pytest.raises(UserError, match=said):
             RewardSum([RewardConfig("mine", place, isolate=isolate)], workers=1)

@@ -60,7 +60,7 @@ def test_several_right_answers_and_unicode():
 
 @pytest.mark.parametrize("gold", ["", None, "...", [], [""]])
 def test_empty_right_answer_is_an_error(gold):
-    with pytest.raises(ValueError, match="right answer"):
+    with pytest.raises(ValueError, match="reference answer"):
         score("<answer></answer>", gold)
 
 

@@ -65,8 +65,8 @@ def test_odd_values_are_counted_by_kind(make):
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        ("no_list", "returned the one value 1.0, expected a list of 4 numbers, one a row"),
-        ("mean_length", "returned 1 value for 4 rows, expected a list of 4 numbers, one a row"),
+        ("no_list", "returned the one value 1.0, expected a list of 4 numbers, one per row"),
+        ("mean_length", "returned 1 value for 4 rows, expected a list of 4 numbers, one per row"),
         ("drops_bad", "returned 3 values for 4 rows"),
     ],
 )
@@ -97,7 +97,7 @@ def test_what_the_first_call_raised_is_what_is_shown(make, caplog):
     with caplog.at_level("WARNING", logger="mmrl"):
         values, result = score(make("raises_for_several"))
     assert values == [1.0] * 4
-    assert "all 4 rows failed, each row alone did not: ValueError: one at a time" in caplog.text
+    assert "all 4 rows failed, but separate calls succeeded: ValueError: one at a time" in caplog.text
     assert "rows: together" in caplog.text
 
 
@@ -279,7 +279,7 @@ def test_good_rows_come_first_within_the_limit_of_a_batch(make, hanging):
         ("interrupt", "raised", "KeyboardInterrupt"),
         ("generator", "raised", "GeneratorExit"),
         ("exit", "raised", "SystemExit"),
-        ("odd", "raised", "OddError: (its text cannot be had: __str__ raised GeneratorExit)"),
+        ("odd", "raised", "OddError: (its text is not available: __str__ raised GeneratorExit)"),
         ("float", "not_a_number", "returned a Odd, KeyboardInterrupt: oh"),
         ("tolist", "raised", "KeyboardInterrupt: in tolist"),
     ],
@@ -355,4 +355,4 @@ def test_a_reply_of_wrong_types_is_a_failure(reply):
     found = isolated._outcomes(Message(reply, {}), "f", 1)
     assert isinstance(found, RewardFailure)
     assert found.kind == "crashed"
-    assert "the worker's reply is broken" in found.message
+    assert "invalid reply from the worker" in found.message

@@ -86,5 +86,5 @@ def test_last_box_counts_as_in_easyr1():
 
 
 def test_only_in_worker_processes():
-    with pytest.raises(UserError, match="worker processes only"):
+    with pytest.raises(UserError, match="only runs in worker processes"):
         RewardSum([RewardConfig("math", isolate=False)])

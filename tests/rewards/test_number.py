@@ -159,7 +159,7 @@ def test_forms_of_the_right_answer(gold):
 
 @pytest.mark.parametrize("gold", ["seven", "", None, "7, 8", float("nan"), True])
 def test_right_answer_that_is_not_a_number_is_an_error(gold):
-    with pytest.raises(ValueError, match="right answer"):
+    with pytest.raises(ValueError, match="reference answer"):
         score("<answer>7</answer>", gold)
 
 

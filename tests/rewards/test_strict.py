@@ -75,14 +75,14 @@ for number in itertools.count():
 
 
 def test_strict_needs_its_own_process():
-    with pytest.raises(UserError, match="sandbox=strict needs a worker process"):
+    with pytest.raises(UserError, match="sandbox=strict requires a worker process"):
         score([], isolate=False)
 
 
 def test_strict_is_refused_where_it_cannot_be_kept(monkeypatch):
     def refuse():
-        raise UserError("sandbox: strict cannot keep its promises here")
+        raise UserError("sandbox: strict cannot guarantee isolation on this machine")
 
     monkeypatch.setattr(isolated, "require_strict", refuse)
-    with pytest.raises(UserError, match="cannot keep its promises"):
+    with pytest.raises(UserError, match="cannot guarantee isolation"):
         score([])

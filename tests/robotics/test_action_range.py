@@ -173,7 +173,7 @@ def test_the_bounds_of_the_environment_are_used_only_if_given():
     assert flow.action_range == made.action_range
     made.close()
     flow.close()
-    with pytest.raises(UserError, match=r"action_low is \[0.0\], but nothing reads it while action_box is True"):
+    with pytest.raises(UserError, match=r"action_low is \[0.0\], but it has no effect while action_box is True"):
         check_config(LeRobotPolicyConfig("anything", action_box=True, action_low=[0.0]))
     with pytest.raises(UserError, match="action_box needs a simulator"):
         LeRobotPolicy(LeRobotPolicyConfig("anything", action_box=True))

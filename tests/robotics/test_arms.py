@@ -159,5 +159,5 @@ def test_nothing_sags_and_no_link_touches_another(arm):
 
 
 def test_an_unknown_arm_is_named():
-    with pytest.raises(UserError, match="arm is 'pandora'; there are panda, ur5e"):
+    with pytest.raises(UserError, match="unknown arm 'pandora'; available: panda, ur5e"):
         find_arm("pandora")

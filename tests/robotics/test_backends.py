@@ -97,8 +97,8 @@ def test_the_choice_of_the_user_is_the_only_one_tried(monkeypatch):
     [
         ("import os; os.abort()", "crashed with SIGABRT"),
         ("import time; time.sleep(60)", "hung for 1 s"),
-        ("raise SystemExit(3)", "ended with code 3 without an image"),
-        ("import os; print('device: x', flush=True); os._exit(5)", "ended with code 5"),
+        ("raise SystemExit(3)", "exited with code 3 without an image"),
+        ("import os; print('device: x', flush=True); os._exit(5)", "exited with code 5"),
     ],
 )
 def test_a_broken_driver_does_not_take_the_process_with_it(monkeypatch, program, reason):
@@ -125,7 +125,7 @@ def test_rendering_can_be_switched_off(monkeypatch):
 
 
 def test_an_unknown_backend_is_refused():
-    with pytest.raises(UserError, match="unknown renderer 'vulkan'; there are: egl, osmesa"):
+    with pytest.raises(UserError, match="unknown renderer 'vulkan'; available: egl, osmesa"):
         backends.find_backend("vulkan")
 
 

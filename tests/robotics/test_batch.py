@@ -186,10 +186,10 @@ def test_bad_settings_are_named(settings, message):
 def test_mistakes_are_named():
     with pytest.raises(UserError, match="tasks is empty"):
         TabletopBatch([])
-    with pytest.raises(UserError, match="task is 'fly'"):
+    with pytest.raises(UserError, match="unknown task 'fly'"):
         TabletopBatch(["fly"])
     with TabletopBatch(["reach"], settings=STATES) as sim:
-        with pytest.raises(UserError, match="reset first"):
+        with pytest.raises(UserError, match=r"call reset\(\) first"):
             sim.step_chunk(np.zeros((1, 1, 5)))
         with pytest.raises(UserError, match="no episodes"):
             sim.reset([])

@@ -268,7 +268,7 @@ def test_demonstrations_that_cannot_be_used_are_named(tmp_path, recorded, about,
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ({"episodes": 2, "failures": [0, 1]}, "has no usable episode; 2 were left out"),
+        ({"episodes": 2, "failures": [0, 1]}, "has no usable episode; 2 were skipped"),
         ({"episodes": 0}, "has no usable episode"),
     ],
 )

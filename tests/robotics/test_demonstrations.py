@@ -128,7 +128,7 @@ def test_missing_data_is_built_once(tmp_path):
     again = load_demonstrations(config)
     np.testing.assert_array_equal(first.actions[0], again.actions[0])
     assert (tmp_path / "demos" / "meta" / "info.json").stat().st_mtime_ns == written
-    with pytest.raises(UserError, match=r"demos exists already"):
+    with pytest.raises(UserError, match=r"demos already exists"):
         build_demonstrations(str(tmp_path / "demos"), **about)
 
 

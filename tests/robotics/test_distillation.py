@@ -53,7 +53,7 @@ def test_the_policy_comes_nearer_to_its_teacher(tmp_path):
 def test_a_teacher_of_another_form_is_refused(tmp_path):
     with pytest.raises(ValueError, match="teacher is not set"):
         distil(tmp_path, teacher=ActionPolicyConfig())
-    with pytest.raises(UserError, match=r"teacher\.decisions is 4, the policy's 3"):
+    with pytest.raises(UserError, match=r"teacher\.decisions is 4, but the policy's is 3"):
         check_teacher(make_flow(steps=4), make_flow(steps=3))
     with pytest.raises(UserError, match="teacher is a FlowActionPolicy, but the policy is a GaussianActionPolicy"):
         check_teacher(make_flow(), make_gaussian())
@@ -104,5 +104,5 @@ def test_divergences_that_do_not_exist_are_refused(tmp_path):
     check_divergence(make_small(), 0.5)
     config = distil(tmp_path)
     config.distil.reward = 0.0
-    with pytest.raises(ValueError, match=r"distil\.reward and distil\.divergence are 0"):
+    with pytest.raises(ValueError, match=r"distil\.reward and distil\.divergence are both 0"):
         config.validate()

@@ -232,14 +232,14 @@ def test_bad_actions_are_named(action, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"task": "fly"}, "task is 'fly'; there are reach"),
-        ({"arm": "hand"}, "arm is 'hand'; there are panda, ur5e"),
+        ({"task": "fly"}, "unknown task 'fly'; available: reach"),
+        ({"arm": "hand"}, "unknown arm 'hand'; available: panda, ur5e"),
         ({"observation": ("state", "sound")}, "state, proprio, rgb, depth, segmentation"),
         ({"observation": ()}, "at least one of"),
         ({"horizon": 0}, "horizon is 0"),
         ({"render_mode": "ansi"}, "must be human, rgb_array or None"),
-        ({"split": "test"}, "there are train and held_out"),
-        ({"reward": "dens"}, "there are sparse and dense"),
+        ({"split": "test"}, "must be train or held_out"),
+        ({"reward": "dens"}, "must be sparse or dense"),
         ({"image_size": (0, 4)}, "image.height is 0; must be at least 1|image.width is 0; must be at least 1"),
     ],
 )

@@ -149,7 +149,7 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
         FlowFollowing(FlowRewardConfig(), SimConfig(kind="gymnasium", env="x:y"), ["x"], 0)
     with pytest.raises(UserError, match=r"sim\.image_size is 0"):
         FlowFollowing(FlowRewardConfig(tracker=TRACKER), SimConfig(image_size=0), ["push"], 0)
-    with pytest.raises(UserError, match="flow is set, but nothing reads it while reward is None"):
+    with pytest.raises(UserError, match="flow is set, but it has no effect while reward is None"):
         grpo(tmp_path, flow=FlowRewardConfig(grid=3))
 
 

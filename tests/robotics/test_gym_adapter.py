@@ -181,7 +181,7 @@ def test_the_fit_is_declared_and_described():
     assert wide.fitted_camera == {"camera_size": [4, 6], "size": 4, "fit": "pad"}
     assert wide.describe()["image_fit"] == "pad"
     assert "image_fit" not in row(Arm(spaces.Dict({"camera": spaces.Box(0, 255, (4, 6, 3), np.uint8)}))).describe()
-    with pytest.raises(EnvError, match="fit is 'crop'; there are pad and stretch"):
+    with pytest.raises(EnvError, match="fit is 'crop'; must be pad or stretch"):
         row(fit="crop")
 
 
@@ -254,7 +254,7 @@ def test_an_entry_that_is_not_an_image_is_not_rendered():
         def _observe(self):
             return {"float": np.ones((4, 6, 3), np.float32), "zeta": np.zeros(2)}
 
-    with pytest.raises(EnvError, match=r"image_key 'float' is Box.*; an image is a Box .* There are: none"):
+    with pytest.raises(EnvError, match=r"image_key 'float' is Box.*; an image is a Box .* Available: none"):
         row(Floats(space), image_key="float", state_keys=["zeta"])
 
 
@@ -296,8 +296,8 @@ def test_rgb_comes_before_other_images_and_greys_only_where_they_are_named():
 @pytest.mark.parametrize(
     ("drawn", "message"),
     [
-        (np.full((5, 7, 3), 0.5), r"what it shows cannot be used: an image of the shape \(5, 7, 3\) is float64"),
-        (np.full((5, 7, 3), 300), "is int64; expected uint8, 0 to 255"),
+        (np.full((5, 7, 3), 0.5), r"what it shows cannot be used: an image of shape \(5, 7, 3\) has type float64"),
+        (np.full((5, 7, 3), 300), "has type int64; expected uint8, 0 to 255"),
         (np.zeros((3, 5, 7), np.uint8), r"has the shape \(3, 5, 7\); expected \(H, W, 3\); the channels come last"),
     ],
 )

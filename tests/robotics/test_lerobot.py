@@ -237,7 +237,7 @@ def test_frames_that_are_in_no_episode_are_named_before_they_are_lost(tmp_path):
     writer = EpisodeWriter(tmp_path / "left", FPS, features(), "arm")
     writer.add_episode(states, actions, images, task, success)
     writer.add_frame(states[0], actions[0], {"front": images["front"][0]})
-    with pytest.raises(ValueError, match="1 frames of add_frame are in no episode"):
+    with pytest.raises(ValueError, match="1 frames from add_frame have not been saved"):
         writer.__exit__(None)
     assert_is_clean(tmp_path / "left", 1)  # what was saved is whole
     writer = EpisodeWriter(tmp_path / "broken", FPS, features(), "arm")
@@ -255,12 +255,12 @@ def test_noisy_depth_loses_no_code_in_a_video(tmp_path, size):
 def test_a_second_writer_is_refused_until_the_first_is_finished(tmp_path):
     first = EpisodeWriter(tmp_path, FPS, features(), "arm")
     for folder in (tmp_path, f"{tmp_path}/../{tmp_path.name}"):
-        with pytest.raises(UserError, match=r"another writer holds .*; finish it first"):
+        with pytest.raises(UserError, match=r"another writer is using .*; finish it first"):
             EpisodeWriter(folder)
     first.add_episode(*made_episode(0))
     child = "import sys; from robotics.data import EpisodeWriter; EpisodeWriter(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", child, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert "another writer holds" in done.stderr
+    assert "another writer is using" in done.stderr
     first.finish()
     with EpisodeWriter(tmp_path) as second:
         second.add_episode(*made_episode(1))
@@ -325,7 +325,7 @@ def test_appending_continues_in_new_files(tmp_path, video):
 
 def test_appending_other_things_is_refused(tmp_path):
     write(tmp_path, [0])
-    with pytest.raises(UserError, match=r"other features.*action"):
+    with pytest.raises(UserError, match=r"different features.*action"):
         EpisodeWriter(tmp_path, FPS, robot_features(3, 5, {"front": (16, 24)}), "arm")
     with pytest.raises(UserError, match="fps 20, not 10"):
         EpisodeWriter(tmp_path, 10, features(), "arm")
@@ -457,7 +457,7 @@ STATES, ACTIONS, PICTURES, TASK, SUCCESS = made_episode(0)
         ({"actions": ACTIONS[:, :1]}, "action has shape"),
         ({"actions": np.full((5, 2), np.nan)}, "action has values that are not finite"),
         ({"images": {}}, VIDEO),
-        ({"images": {"side": PICTURES["front"]}}, "no camera side; the dataset has front"),
+        ({"images": {"side": PICTURES["front"]}}, "unknown camera side; the dataset has front"),
         ({"images": {"front": PICTURES["front"] / 255.0}}, "images are uint8"),
         ({"states": STATES[:0], "actions": ACTIONS[:0], "images": {"front": PICTURES["front"][:0]}}, "at least one"),
         ({"states": None}, "observation.state"),
@@ -477,7 +477,7 @@ def test_wrong_episodes_are_refused_whole(tmp_path, changes, words):
     ("feature", "words"),
     [
         ({"a/b": {"dtype": "float32", "shape": [1]}}, "'/'"),
-        ({"a": {"dtype": "complex64", "shape": [1]}}, "complex64.*known are"),
+        ({"a": {"dtype": "complex64", "shape": [1]}}, "complex64.*must be one of"),
         ({"a": {"dtype": "float32", "shape": [2, 0]}}, r"shape \[2, 0\].*sizes of at least 1"),
         ({"a": {"dtype": "float32", "shape": [1] * 6}}, r"1 to 5 sizes"),
         ({"a": {"dtype": "float32", "shape": []}}, r"shape \[\]"),

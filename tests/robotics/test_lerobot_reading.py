@@ -115,7 +115,7 @@ def test_frames_with_chunks_padded_at_the_ends(foreign):
     assert [sample.frame for sample in reader.frames(episodes=[1])] == [0, 1, 2, 3]
     with pytest.raises(UserError, match=r"0\.15 s; must be a multiple of 1/fps = 0\.1"):
         reader.frames([0.15])
-    with pytest.raises(UserError, match="no camera wrist"):
+    with pytest.raises(UserError, match="unknown camera wrist"):
         reader.frames(cameras=["wrist"])
 
 

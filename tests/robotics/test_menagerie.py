@@ -137,7 +137,9 @@ def test_meshes_appear_in_videos_and_change_nothing_else(tmp_path, monkeypatch):
 
 def test_a_folder_that_is_not_one_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv(VARIABLE, str(tmp_path))
-    with pytest.raises(UserError, match=r"MUJOCO_MENAGERIE is .* has no franka_emika_panda/panda.xml; give the folder"):
+    with pytest.raises(
+        UserError, match=r"MUJOCO_MENAGERIE is .* has no franka_emika_panda/panda.xml; set it to a clone"
+    ):
         presented()
 
 

@@ -14,7 +14,7 @@ from robotics.methods.progress import ProgressSettings, progress_rewards
 
 def test_datasets_name_missing_columns(monkeypatch, tmp_path):
     monkeypatch.setitem(sys.modules, "pyarrow", None)  # as if it were not installed
-    message = r"a LeRobotDataset needs pyarrow, not installed here: pip install 'mmrl-suite\[vla\]'"
+    message = r"a LeRobotDataset needs pyarrow, which is not installed: pip install 'mmrl-suite\[vla\]'"
     with pytest.raises(UserError, match=message):
         EpisodeWriter(tmp_path / "demos", fps=10, features=robot_features(state=2, action=2, cameras={}))
     assert not (tmp_path / "demos").exists()

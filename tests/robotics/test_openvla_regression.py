@@ -305,7 +305,7 @@ def test_other_parts_are_refused_by_name(folder, tmp_path):
 
     holds(r"noisy_action_projector--5_checkpoint\.pt, .* a diffusion head", "noisy_action_projector--5_checkpoint.pt")
     holds(r"vision_backbone--5_checkpoint\.pt, .* FiLM", "vision_backbone--5_checkpoint.pt")
-    holds("several of action_head: action_head--150000", "action_head--5_checkpoint.pt")
+    holds("several files action_head: action_head--150000", "action_head--5_checkpoint.pt")
     holds("is a diffusion head", HEAD_FILE, {"module.noise_predictor.mlp_resnet.fc1.weight": torch.zeros(1)})
     holds(r"cannot be read \(EOFError\)", HEAD_FILE)
     holds(r"cannot be read \(UnpicklingError\)", HEAD_FILE, {"x": Path("code")})

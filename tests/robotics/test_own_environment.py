@@ -84,7 +84,7 @@ def test_successful_episodes_of_an_expert_become_demonstrations(tmp_path):
         np.testing.assert_allclose(actions, [[0.75], [1.0]], atol=1e-6)  # of -10..30, clipped to its bounds
         assert images.shape == (2, 8, 8, 3)
         assert np.abs(images.mean((1, 2, 3)) - [0, 25]).max() < 3  # a video rounds
-    with pytest.raises(UserError, match="demos exists already"):
+    with pytest.raises(UserError, match="demos already exists"):
         build_demonstrations(str(folder), **about)
 
 

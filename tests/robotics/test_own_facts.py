@@ -75,7 +75,7 @@ def test_a_camera_that_is_not_square_is_padded_and_named(caplog):
     sim = opened(caplog, "Wide", image_size=32)
     image = sim.reset([EpisodeSpec("Wide", "", 0)]).observation.images[0]
     sim.close()
-    assert (sim.image_fit, "draws 48 x 96 pixels" in caplog.text) == ("pad", True)
+    assert (sim.image_fit, "renders 48 x 96 pixels" in caplog.text) == ("pad", True)
     assert (image[8:24] == 255).all()
     assert not image[:8].any()
     assert not image[24:].any()

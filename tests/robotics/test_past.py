@@ -265,5 +265,5 @@ def test_a_simulator_of_ones_own_may_keep_none():
     assert begin_episodes(sim, [EpisodeSpec("right", "", 0)], 2).observation.past_state is None
     with ball(1) as kept:
         assert keeps_past(kept)
-        with pytest.raises(UserError, match="there is no task"):
+        with pytest.raises(UserError, match="unknown task"):
             begin_episodes(kept, [EpisodeSpec("other", "", 0)], 1)

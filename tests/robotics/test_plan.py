@@ -30,7 +30,7 @@ def test_the_command_shows_a_policy_and_refuses_others(tmp_path, capsys):
     file = configuration(tmp_path)
     assert main(["train", str(file), "--dry-run"]) == 0
     said = capsys.readouterr().out  # not measured on a CPU: no peak
-    assert "no estimate of the peak, which also depends on libraries and buffers of a process on a CPU" in said
+    assert "no estimate of the peak, because it also depends on libraries and buffers of a process on a CPU" in said
     assert " peak  " not in said
     assert main(["train", str(file), "--dry-run", "--gpu-memory", "80"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -48,7 +48,7 @@ def test_a_world_model_has_its_average_and_no_reference(tmp_path):
     config = domain_of("flow3d").make_config("flow3d", tmp_path)
     plan = footprint(config)
     held = {part.name: part.bytes for part in plan.parts}
-    assert held["averages of weights"] == held["gradients"] == held["weights, trained"] == held["moments of AdamW"] / 2
+    assert held["weight averages"] == held["gradients"] == held["weights, trained"] == held["moments of AdamW"] / 2
     state = {part.name for part in footprint(config, passes=False).parts}
     assert set(held) - state == {"activations", "flow and noise of a batch"}
     assert "reference" not in state

@@ -155,7 +155,7 @@ def test_strips_show_frames_from_the_first_to_the_last(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["fly"], "task is 'fly'; there are reach"),
+        (["fly"], "unknown task 'fly'; available: reach"),
         (["push", "--policy", "nobody"], "--policy is 'nobody', which is neither one of expert, random nor the folder"),
         (["push", "--episodes", "0"], "--episodes is 0; must be at least 1"),
         (["push", "--video", "film.gif"], "film.gif must end with .mp4"),

@@ -277,7 +277,7 @@ def test_episodes_whose_environment_broke_down_are_tried_again(tmp_path, monkeyp
     config.evaluation.batch_tasks = 2
     caplog.set_level("INFO", "mmrl")
     assert evaluate(entry, config)["held_out/episode/failed/greedy"] == 2
-    assert "are taken from" not in caplog.text
+    assert "were read from" not in caplog.text
     tried, run_episodes = [], evaluation.run_episodes
 
     def well(policy, sim, episodes, *rest, **options):

@@ -287,7 +287,7 @@ def test_mistakes_are_named(pile):
     with pytest.raises(UserError, match="substeps is 0"):
         ImageRollout(pile, Tumble(), 2, None, substeps=0)
     with ImageRollout(pile, Tumble(), 2, None) as rollout:
-        with pytest.raises(UserError, match="reset first"):
+        with pytest.raises(UserError, match=r"call reset\(\) first"):
             rollout.step_chunk(random_actions(2, 1))
         with pytest.raises(UserError, match="3 seeds for 2 scenes"):
             rollout.reset([1, 2, 3])

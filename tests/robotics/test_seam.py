@@ -136,7 +136,7 @@ def test_what_the_dataset_says_of_its_units_counts(tmp_path):
     np.testing.assert_allclose(own[:, 0], [-1, 1 / 3, 1], atol=1e-6)
     with pytest.raises(UserError, match=r"units is normalised, but .* declares its actions in m"):
         recipe(tmp_path, write(tmp_path / "si", units=["m"]), "normalised")
-    with pytest.raises(UserError, match=r"actions of .* in m reach -0\.06 to 0\.03"):
+    with pytest.raises(UserError, match=r"actions of .* in m range from -0\.06 to 0\.03"):
         recipe(tmp_path, tmp_path / "si")
     other = write(tmp_path / "other", (-1, 1), units="normalised", low=[-0.5], high=[0.5])
     with pytest.raises(UserError, match=r"for the bounds -0\.5\.\.0\.5, but the simulator has -0\.06\.\.0\.03"):
@@ -146,7 +146,7 @@ def test_what_the_dataset_says_of_its_units_counts(tmp_path):
 def test_actions_that_hardly_use_their_range_are_named(tmp_path, caplog):
     with caplog.at_level(logging.WARNING, "mmrl"):
         recipe(tmp_path, write(tmp_path / "data"), "normalised")
-    assert "reach -0.06 to 0.03, less than 10% of -1..1" in caplog.text
+    assert "range from -0.06 to 0.03, less than 10% of -1..1" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "mmrl"):
         recipe(tmp_path, write(tmp_path / "wide", (-1.0, 0.25, 1.0)), "normalised")
@@ -203,7 +203,7 @@ def test_whole_numbers_between_two_are_rounded():
     ("env", "message"),
     [
         (lambda: Whole(-np.inf, np.inf), "every entry needs finite bounds .*entry 0"),
-        (lambda: Whole(0, 2**25), "whole numbers beyond 16777216"),
+        (lambda: Whole(0, 2**25), "integers beyond 16777216"),
         (lambda: Whole(-3e38, 3e38, "float32"), r"needs finite bounds .*entry 0 has -3e\+38 to 3e\+38"),
     ],
 )
@@ -271,7 +271,7 @@ def test_a_lerobot_policys_own_statistics_are_read(caplog):
         ({"fps": 12}, "data has 12 control steps per second"),
         (
             {"state": ("one", "x")},
-            "entry 0 of the state is 'one' in .*data and 'x' in the simulator, the same names in",
+            "entry 0 of the state is 'one' in .*data and 'x' in the simulator, with the same names in",
         ),
         ({"state": ("z", "x")}, "entry 0 of the state is 'z' in"),
         ({"action": ["pull"], "state": ("x", "one")}, ""),

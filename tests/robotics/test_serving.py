@@ -183,12 +183,12 @@ def run_to_end(sim, episode, actions):
 
 STATE = "observation/state"
 BAD = [
-    (seen(**{STATE: None}), "there is no observation/state; expected float32 (2,). The message has: prompt"),
+    (seen(**{STATE: None}), "observation/state is missing; expected float32 (2,). The message has: prompt"),
     (seen(**{STATE: np.zeros(3)}), "observation/state is float64 (3,); expected float32 (2,)"),
     (seen(**{STATE: [0.0, 1.0]}), "observation/state is a list of 2; expected an array float32 (2,)"),
     (seen(**{STATE: np.array([0, np.inf])}), "observation/state is not finite in the entries [1]"),
     (seen(**{STATE: np.array(["a", "b"])}), "observation/state is an array of the dtype '<U1'"),
-    (seen(prompt=None), "there is no prompt; expected a text"),
+    (seen(prompt=None), "prompt is missing; expected the instruction as a text"),
     (seen(prompt=7), "prompt is the int 7; expected a text"),
     (seen(endpoint="fly"), "endpoint is the text 'fly'; must be infer (or missing) or reset"),
     ({}, "The message has: nothing"),
@@ -271,9 +271,9 @@ def test_other_numbers_of_observations_in_a_row_are_refused():
     read = ObservationFormat((4, 5), 2, ServeConfig(), views=1, past=2)
     message = in_a_row(3)
     expected = {
-        IMAGE: r"uint8 \(2, 4, 5, 3\); expected uint8 \(4, 5, 3\) or \(3, 4, 5, 3\), the oldest first, RGB",
-        VIEW: r"uint8 \(2, 4, 5, 3\); expected uint8 \(4, 5, 3\) or \(3, 4, 5, 3\), the oldest first, RGB",
-        STATE: r"float32 \(2, 2\); expected float32 \(2,\) or \(3, 2\), the oldest first",
+        IMAGE: r"uint8 \(2, 4, 5, 3\); expected uint8 \(4, 5, 3\) or \(3, 4, 5, 3\), oldest first, RGB",
+        VIEW: r"uint8 \(2, 4, 5, 3\); expected uint8 \(4, 5, 3\) or \(3, 4, 5, 3\), oldest first, RGB",
+        STATE: r"float32 \(2, 2\); expected float32 \(2,\) or \(3, 2\), oldest first",
     }
     for name, said in expected.items():
         with pytest.raises(BadMessageError, match=f"{name} is {said}"):
@@ -328,7 +328,7 @@ def test_a_policy_that_raises_fails_its_own_message_only(caplog):
     assert logged.count("robot 1: the policy gave no response: ZeroDivisionError: nine") == 1
     assert sum("raise ZeroDivisionError" in line for line in logged) == 1
     assert any(line.startswith("robot 1 left: 1 responses, 3 rejected; policy median") for line in logged)
-    assert any(line.startswith("2 robots: 2 answers, 3 refused") for line in logged)
+    assert any(line.startswith("2 robots: 2 responses, 3 rejected") for line in logged)
 
 
 def test_robots_that_wait_together_are_answered_together_and_one_that_fails_fails_alone():
@@ -391,7 +391,7 @@ BOMBS = [
     (msgpack.packb({"a" * 200: {"b" * 100: 0}}), "an entry's name is longer than 256 characters"),
     (MAPS, "more than 10000 entries"),
     ((b"\x81\xa4" + b"key ") * 400 + b"\x01", "dictionaries nested more than 8 deep"),
-    (seen(prompt="go " * 5000), "prompt has 15000 characters; at most 10000 are read"),
+    (seen(prompt="go " * 5000), "prompt has 15000 characters; at most 10000 are allowed"),
     (msgpack.packb({"observation/state": {b"__ndarray__": True, b"data": b"", b"dtype": "<f4", b"shape": [0] * 9000}}),
      "observation/state is an array of the shape"),
 ]  # fmt: skip

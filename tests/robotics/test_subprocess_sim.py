@@ -105,7 +105,7 @@ def test_three_workers_break_down_and_the_others_continue(hanging):
         assert not (chunk.terminated | chunk.truncated).any()
         assert (chunk.observation.state[chunk.failed] == 0).all()
         assert chunk.reasons[0].startswith("crashed: killed by SIGKILL")
-        assert chunk.reasons[2].startswith("hung: no answer in 1.5 s")
+        assert chunk.reasons[2].startswith("hung: no reply within 1.5 s")
         assert chunk.reasons[3] == "raised: ValueError: the hinge broke"
         assert sim.live.tolist() == [1, 4]
         expected = {"crashed": 1, "hung": 1, "memory": 0, "raised": 1, "restarted": 3, "dropped": 3, "diverged": 0}
@@ -126,7 +126,7 @@ def test_a_worker_without_heartbeat_is_given_up_before_the_time_of_a_call_is_ove
     with SubprocessSim(settings(call_timeout_s=1000.0, heartbeat_timeout_s=1.0)) as sim:
         sim.reset(specs(task))
         chunk = sim.step_chunk(zeros(sim))
-        assert chunk.reasons[0].startswith("hung: no sign of life for 1 s")
+        assert chunk.reasons[0].startswith("hung: no heartbeat for 1 s")
         assert sim.counts["hung"] == 1
 
 
@@ -136,7 +136,7 @@ def test_a_slow_step_with_a_heartbeat_does_not_count_as_hung():
         start = time.monotonic()
         chunk = sim.step_chunk(zeros(sim))
         assert time.monotonic() - start >= 6.2
-        assert chunk.reasons[0].startswith("hung: no answer in 6.2 s")
+        assert chunk.reasons[0].startswith("hung: no reply within 6.2 s")
 
 
 def test_prints_do_not_touch_the_messages(calm):
@@ -286,10 +286,10 @@ def test_the_expert_of_the_environment_is_asked(calm):
 @pytest.mark.parametrize(
     ("episode", "message"),
     [
-        (EpisodeSpec("fly", "", 0), r"no task 'fly'; tasks\(\) has: chatty, die"),
-        (EpisodeSpec("walk", "", 0, "test"), "no split 'test'; there are: held_out, train"),
+        (EpisodeSpec("fly", "", 0), r"unknown task 'fly'; tasks\(\) has: chatty, die"),
+        (EpisodeSpec("walk", "", 0, "test"), "unknown split 'test'; available: held_out, train"),
         (EpisodeSpec("walk", "", 50), "layout 50 of train does not exist; available: 0 to 49"),
-        (EpisodeSpec("walk", "", -1), "no layout -1"),
+        (EpisodeSpec("walk", "", -1), "layout -1 of train does not exist"),
     ],
 )
 def test_an_episode_that_does_not_exist_is_refused(calm, episode, message):
@@ -309,7 +309,7 @@ def test_actions_that_do_not_fit_are_refused_and_harm_nothing():
                 sim.step_chunk(np.zeros(shape))
         with pytest.raises(UserError, match="of control step 0 in row 0 is nan"):
             sim.step_chunk(np.full((1, 1, 2), np.nan))
-        with pytest.raises(UserError, match="does not draw"):
+        with pytest.raises(UserError, match="does not render images"):
             sim.step_chunk(zeros(sim), record=[0])
         assert sim.step_chunk(zeros(sim)).rewards.tolist() == [[1, 2, 3, 4]]
 
@@ -374,5 +374,5 @@ class TestGymnasium:
         np.testing.assert_allclose(chunk.observation.state[0], observation)
 
     def test_discrete_actions_are_refused(self):
-        with pytest.raises(UserError, match=r"actions are Discrete\(2\); only a Box"):
+        with pytest.raises(UserError, match=r"the action space is Discrete\(2\); only a Box"):
             SubprocessSim(SubprocessSettings("gymnasium:make", {"id": "CartPole-v1"}, images=False, workers=1))

@@ -38,7 +38,7 @@ class TestSetup:
 
     def test_a_folder_of_something_else_is_not_touched(self, calls, tmp_path):
         (tmp_path / "thesis.txt").write_text("")
-        with pytest.raises(UserError, match="no virtual environment"):
+        with pytest.raises(UserError, match="other than a virtual environment"):
             suite_setup.setup_suite("libero", tmp_path)
         assert calls == []
 
@@ -63,7 +63,7 @@ def test_the_folder_follows_the_variable_then_the_cache(monkeypatch, tmp_path):
 
 def test_a_suite_that_is_not_there_says_what_to_do(tmp_path):
     with pytest.raises(
-        UserError, match="no suite 'robocasa'; there are: metaworld, gymnasium_robotics, robosuite, libero"
+        UserError, match="unknown suite 'robocasa'; available: metaworld, gymnasium_robotics, robosuite, libero"
     ):
         suite_setup.open_suite("robocasa")
     with pytest.raises(UserError, match="mmrl sim setup libero"):

@@ -223,9 +223,9 @@ def test_colours_of_pieces_are_far_apart():
 
 
 def test_unknown_names_are_listed():
-    with pytest.raises(UserError, match="task is 'juggle'; there are reach, reach_green, push"):
+    with pytest.raises(UserError, match="unknown task 'juggle'; available: reach, reach_green, push"):
         find_task("juggle")
-    with pytest.raises(UserError, match="split is 'test'; there are train and held_out"):
+    with pytest.raises(UserError, match="split is 'test'; must be train or held_out"):
         layout_seed("test", 0)
     with pytest.raises(UserError, match="layout is -1"):
         layout_seed("train", -1)

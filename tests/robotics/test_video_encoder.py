@@ -204,7 +204,7 @@ def test_what_is_no_trajectory_is_refused():
         train_video_encoder([random_videos(1)[0], np.zeros((4, 16, 8, 3), np.float32)], TINY)
     with pytest.raises(UserError, match="trajectory 0 is uint8 of shape \\(1, 16, 8, 3\\)"):
         train_video_encoder([random_videos(1)[0][:1]], TINY)
-    with pytest.raises(UserError, match="there are: mean, end, mean_and_end"):
+    with pytest.raises(UserError, match="must be one of mean, end, mean_and_end"):
         VideoEncoder(TINY).trajectory(torch.zeros(1, 2, 16, 8, 3), "max")
     with pytest.raises(ValueError, match="clips are"):
         VideoEncoder(TINY)(torch.zeros(1, 2, 8, 16, 3))

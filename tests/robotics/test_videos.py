@@ -232,7 +232,7 @@ def test_without_a_display_a_window_says_what_to_do(display, monkeypatch):
 
 
 def test_an_unknown_look_is_named():
-    with pytest.raises(UserError, match="render_look is 'plain'; there are film and policy"):
+    with pytest.raises(UserError, match="render_look is 'plain'; must be film or policy"):
         TabletopEnv("reach", observation="state", render_look="plain")
 
 

@@ -369,7 +369,7 @@ def test_cloning_gives_the_policy_both_cameras(recorded, tmp_path, closing):
     recipe.loss(recipe.policy, rollouts, count_denominators(recipe, rollouts), Step()).loss.backward()
     assert (recipe.policy.module.weight.grad.abs() > 0).all()
     recipe.config.demonstrations.views = []
-    with pytest.raises(UserError, match=r"names 0 cameras in addition to .*, but the policy sees 1"):
+    with pytest.raises(UserError, match=r"lists 0 cameras in addition to .*, but the policy uses 1"):
         recipe._check_views()
 
 
@@ -389,7 +389,7 @@ def test_a_served_policy_reads_the_images_of_further_cameras():
     assert (inputs.views == 7).all()
     assert read.example().views.shape == (1, 1, 64, 64, 3)
     assert list(read.describe()) == ["observation/image", "observation/wrist_image", "prompt"]
-    with pytest.raises(BadMessageError, match="there is no observation/wrist_image; expected uint8"):
+    with pytest.raises(BadMessageError, match="observation/wrist_image is missing; expected uint8"):
         read.read({"observation/image": image})
     with pytest.raises(BadMessageError, match=r"wrist_image has the shape \(4, 6, 3\); expected \(8, 6, 3\)"):
         read.read(message | {"observation/wrist_image": wrist[:4]})

@@ -137,7 +137,7 @@ def test_a_full_buffer_is_a_failure_and_not_a_trajectory(monkeypatch):
 def test_the_device_is_in_the_record_and_must_exist():
     with open_sim(SimConfig(tasks=["push"], image_size=0, physics="warp")) as sim:
         assert "mujoco_warp" in sim.describe()["physics"]
-    with pytest.raises(UserError, match="warp has no device 'cuda:7'; there are cpu"):
+    with pytest.raises(UserError, match="warp has no device 'cuda:7'; available: cpu"):
         TabletopBatch(("push",), settings=settings(physics="warp", device="cuda:7"))
 
 
@@ -148,7 +148,7 @@ def test_without_mujoco_warp_the_extra_is_named(monkeypatch):
 
 
 def test_only_the_tabletop_has_a_choice_of_physics():
-    with pytest.raises(ValueError, match=r"nothing reads it while sim\.kind is 'metaworld'"):
+    with pytest.raises(ValueError, match=r"it has no effect while sim\.kind is 'metaworld'"):
         check_config(SimConfig(kind="metaworld", physics="warp"), "sim")
-    with pytest.raises(UserError, match=r"nothing reads it while .*physics is 'mujoco'"):
+    with pytest.raises(UserError, match=r"it has no effect while .*physics is 'mujoco'"):
         TabletopBatch(("push",), settings=settings(device="cpu"))

@@ -38,7 +38,7 @@ def test_latest_is_read_back(checkpoints):
 @pytest.mark.parametrize("kind", ["truncated", "missing", "flipped", "state", "manifest", "entry", "list"])
 def test_damage_is_named_with_the_newest_whole_one(checkpoints, kind):
     damage(checkpoints.path(3), kind)
-    with pytest.raises(UserError, match=f"{DAMAGE[kind]}.*step 2 is whole: add --from-last-good") as refused:
+    with pytest.raises(UserError, match=f"{DAMAGE[kind]}.*step 2 is intact: add --from-last-good") as refused:
         checkpoints.latest()
     assert "\n" not in str(refused.value)
 
@@ -46,10 +46,10 @@ def test_damage_is_named_with_the_newest_whole_one(checkpoints, kind):
 DAMAGE = {
     "truncated": "has 10 bytes instead of 1000",
     "missing": "model/weights is missing",
-    "flipped": "model/weights is not what was written",
-    "state": "state.pt is not what was written",
+    "flipped": "model/weights has changed",
+    "state": "state.pt has changed",
     "manifest": "manifest.json cannot be read",
-    "entry": "its entry of state.pt is 'x'",
+    "entry": "its entry for state.pt is 'x'",
     "list": "manifest.json cannot be read",
 }
 
@@ -85,13 +85,13 @@ def test_damaged_ones_are_set_aside_never_deleted(checkpoints, caplog):
     assert checkpoints.latest() == checkpoints.path(2)
     aside = checkpoints.folder / "damaged-step-000003"
     assert (aside / "state.pt").is_file()
-    assert "model/weights is not what was written" in caplog.text
+    assert "model/weights has changed" in caplog.text
     checkpoints.save(3, {"step": 3}, write)
     damage(checkpoints.path(3), "missing")
     checkpoints.set_damaged_aside()
     assert len(list(checkpoints.folder.glob("damaged-step-000003*"))) == 2
     damage(checkpoints.path(2), "state")
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is intact"):
         checkpoints.set_damaged_aside()
     assert checkpoints.steps() == [2]
 
@@ -137,7 +137,7 @@ def test_model_folder_of_a_checkpoint_is_verified(checkpoints, tmp_path):
     damage(checkpoints.path(3), "state")
     check_model(checkpoints.path(3) / "model")
     damage(checkpoints.path(3), "flipped")
-    with pytest.raises(UserError, match="model/weights is not what was written"):
+    with pytest.raises(UserError, match="model/weights has changed"):
         check_model(checkpoints.path(3) / "model")
 
 

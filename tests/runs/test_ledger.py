@@ -76,18 +76,22 @@ def test_the_report_reads_scores_from_the_ledger(tmp_path):
 @pytest.mark.parametrize(
     ("number", "changes", "problem"),
     [
-        (1, {"length": 11}, "row 1: it has 11 steps, beyond the horizon of 10"),
-        (2, {"length": None}, "row 2: a success without an end: it has no length or ending"),
-        (2, {"ending": ""}, "row 2: a success without an end: it has no length or ending"),
-        (3, {"success": False}, "row 3: success is False, its success/greedy 1.0"),
-        (3, {"scores": {"accuracy/first": 0.0}}, "row 3: success is True, its accuracy/first 0.0"),
+        (1, {"length": 11}, "row 1: it has 11 steps, more than the horizon of 10"),
+        (2, {"length": None}, "row 2: it is a success without a length or an ending"),
+        (2, {"ending": ""}, "row 2: it is a success without a length or an ending"),
+        (3, {"success": False}, "row 3: success is False, but its success/greedy is 1.0"),
+        (3, {"scores": {"accuracy/first": 0.0}}, "row 3: success is True, but its accuracy/first is 0.0"),
         (3, {"success": 0.5}, "row 3: success is 0.5"),
-        (4, {"horizon": 20}, "row 4: horizon is 20, the protocol's 10"),
-        (4, {"policy": "q"}, f"row 4 is of another policy than {'p' * 64}"),
-        (4, {"protocol": "q"}, f"row 4 is of another protocol than {digest(PROTOCOL)}"),
-        (4, {"index": 0}, "rows 1, 4 are there more than once"),
+        (4, {"horizon": 20}, "row 4: horizon is 20, but 10 in the protocol"),
+        (4, {"policy": "q"}, f"row 4 is from a policy other than {'p' * 64}"),
+        (4, {"protocol": "q"}, f"row 4 is from a protocol other than {digest(PROTOCOL)}"),
+        (4, {"index": 0}, "rows 1, 4 are duplicated"),
         (4, {"index": 0}, "1 of 4 rows of the protocol are missing: all 3"),
-        (4, {"index": 4}, "row 4: the protocol asks for no split all, measure 0, index 4, repeat 0, decoding greedy"),
+        (
+            4,
+            {"index": 4},
+            "row 4: the protocol does not include split all, measure 0, index 4, repeat 0, decoding greedy",
+        ),
     ],
 )
 def test_what_cannot_be_right_is_found(tmp_path, number, changes, problem):
@@ -102,10 +106,10 @@ def test_a_changed_protocol_is_found(tmp_path):
     protocol.write_text(text.replace('"seed": 0', '"seed": 1'))
     assert f"not {digest(PROTOCOL)}" in read_ledger(path).problems()[0]
     protocol.write_text("{}")
-    with pytest.raises(UserError, match=r"protocol\.json is not a protocol that `mmrl evaluate` wrote"):
+    with pytest.raises(UserError, match=r"protocol\.json is not a protocol written by `mmrl evaluate`"):
         read_ledger(path)
     protocol.unlink()
-    with pytest.raises(UserError, match=r"there is no .*protocol\.json"):
+    with pytest.raises(UserError, match=r"file not found: .*protocol\.json"):
         read_ledger(path)
 
 

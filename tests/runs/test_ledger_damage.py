@@ -39,4 +39,4 @@ def test_the_command_ends_with_code_2(damage, tmp_path, capsys):
     sound(tmp_path)
     damages()[damage][0](tmp_path)
     assert main(["evaluate", "--verify", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"mmrl: error: {tmp_path} cannot be right: ")
+    assert capsys.readouterr().err.startswith(f"mmrl: error: {tmp_path} is inconsistent: ")

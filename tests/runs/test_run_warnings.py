@@ -49,7 +49,10 @@ def test_equal_groups_of_a_sampler_without_temperature(tmp_path, variety):
     run(tmp_path, [batch([0.0, 0.0, 1.0, 1.0])] * PATIENCE, warnings=warnings)
     (message,) = read_warnings(tmp_path)
     assert "temperature" not in message
-    assert f"more samples_per_task, {variety}{', ' if variety else ''}easier or harder tasks or a finer" in message
+    assert (
+        f"more samples_per_task, {variety}{', ' if variety else ''}easier or harder tasks or a more fine-grained"
+        in message
+    )
 
 
 def test_rewards_that_are_compared_by_themselves_are_watched_by_themselves(tmp_path):
@@ -83,7 +86,7 @@ def test_answers_that_are_all_cut_are_said_once(tmp_path):
     assert not any(rows)
     run(tmp_path, steps, [{"response/finished_fraction": 0.0}])
     (message,) = read_warnings(tmp_path)
-    assert f"for {PATIENCE} steps every answer was cut" in message
+    assert f"for {PATIENCE} steps every response was cut off" in message
 
 
 def test_a_step_that_differs_starts_the_count_again(tmp_path):
@@ -99,7 +102,7 @@ def test_a_constant_reward_is_named_with_its_value(tmp_path):
     assert rows[-1] == {"warnings/constant_format": PATIENCE}
     (message,) = read_warnings(tmp_path)
     assert f"reward 'format' was 0.5 for all {3 * PATIENCE} samples of {PATIENCE} steps" in message
-    assert "unless that is its best value, look at the samples" in message
+    assert "unless this is its best value, check the samples" in message
 
 
 def test_a_constant_total_is_reported_instead_of_equal_groups(tmp_path):
@@ -164,7 +167,7 @@ def test_what_is_logged_during_a_run_is_kept_and_counted_once(tmp_path):
         run(tmp_path, [batch([0.0, 0.0, 1.0, 1.0])] * PATIENCE)
     logger.warning("after the run")
     found = read_warnings(tmp_path)
-    assert found[:2] == ["prompt 3 is long (and 1 more like it)", "disk full"]
+    assert found[:2] == ["prompt 3 is long (and 1 more of this kind)", "disk full"]
     assert len(found) == 3
     assert "equal rewards" in found[2]
     steps = [json.loads(line)["step"] for line in (tmp_path / "warnings.jsonl").read_text().splitlines()]

@@ -129,7 +129,7 @@ def test_patterns_match_one_name_part():
 def test_ends_of_intervals_and_parts_of_the_data_follow_any_metric():
     assert describe_metric("success/greedy/low") == "Lower end of the 95% interval of success/greedy."
     found = describe_metric("n/hint=wrong")
-    assert found == "Tasks that the evaluation has a result for, where hint=wrong."
+    assert found == "Tasks with a result in the evaluation, for hint=wrong."
     assert describe_metric("accuracy/greedy/hint=a=b/high").startswith("Upper end")
     assert describe_metric("nothing/low") is None
     assert describe_metric("accuracy/greedy/hint") is None

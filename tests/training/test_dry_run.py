@@ -131,7 +131,7 @@ def no_such_file(config):
 
 BAD = {
     "text": ("vlm", without_answer, "no answer in column"),
-    "missing": ("vlm", no_such_file, "no such file"),
+    "missing": ("vlm", no_such_file, "file not found"),
     "masked": ("masked_sft", without_completion, "no text in column 'completion'"),
     "screens": ("aepo", half_fractions, "fractions"),
     "agents": ("agent", tasks_with_a_typo, "unknown entry sead"),

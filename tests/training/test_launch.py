@@ -109,7 +109,7 @@ def test_a_killed_process_is_named_with_the_command_that_resumes(lost, count, tm
     assert program.returncode == 137
     start, _, command = line.partition("; continue with: ")
     name = f"mmrl: process {lost} of {count} on {socket.gethostname()} was killed by SIGKILL"
-    assert start == f"{name}, perhaps by the system for lack of memory (see dmesg); the others were stopped"
+    assert start == f"{name}, perhaps by the system because of a lack of memory (see dmesg); the others were stopped"
     assert psutil.wait_procs(everything, timeout=60)[1] == []
     assert f"--processes {count} --resume" in command
     resumed(tmp_path, command)
@@ -144,7 +144,7 @@ def test_a_signal_to_all_is_one_line_with_the_command_that_resumes(tmp_path):
     with begun(tmp_path, STEPS, "--processes", "2") as (program, _, everything):
         program.terminate()
         asked, line = program.communicate()[1].splitlines()
-    assert "stopping when this step is done" in asked
+    assert "stopping after this step" in asked
     assert program.returncode == 143
     assert psutil.wait_procs(everything, timeout=60)[1] == []
     resumed(tmp_path, line.partition("; continue with: ")[2])
@@ -158,8 +158,8 @@ def test_under_torchrun_the_process_that_is_left_says_which_one_is_lost(lost, tm
         ranks[lost].kill()
         (line,) = [each for each in program.communicate()[1].splitlines() if each.startswith("mmrl: ")]
     assert line.startswith(f"mmrl: run failed: process {lost} of 2 on {socket.gethostname()}, at ")
-    assert "has given no sign of life for" in line
-    assert line.endswith("--resume, by the launcher that started it")
+    assert "has not sent a heartbeat for" in line
+    assert line.endswith("--resume, using the launcher that started it")
 
 
 def test_several_launchers_are_refused(tmp_path, monkeypatch):
@@ -173,7 +173,7 @@ def test_a_mistake_is_the_exit_code_of_all(tmp_path):
     done = mmrl(tmp_path, "trainer.tasks_per_step=3", "--processes", "2")
     assert done.returncode == 2
     (line,) = done.stderr.splitlines()
-    assert "with 2 processes it must be a multiple of that" in line
+    assert "with 2 processes it must be a multiple of 2" in line
     assert mmrl(tmp_path, "--processes", "0").returncode == 2
 
 

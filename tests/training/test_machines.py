@@ -49,7 +49,7 @@ def test_a_process_that_failed_or_fell_silent_is_named_with_its_stage(monkeypatc
     assert one.culprit().startswith("process 1 of 3 on ")
     failing._write("done")
     assert "process 2 of 3" in (found := one.culprit())
-    assert "at starting, has given no sign of life for 0 s" in found
+    assert "at starting, has not sent a heartbeat for 0 s" in found
     silent._write("done")
     assert one.culprit() is None
 
@@ -154,7 +154,7 @@ def test_a_folder_that_is_taken_is_refused_on_both_machines(hosts):
     alone(hosts.folders[0])
     codes, texts = hosts.both()
     assert 0 not in codes
-    assert all("run already holds a run" in text for text in texts), texts
+    assert all("run already contains a run" in text for text in texts), texts
 
 
 @pytest.mark.slow

@@ -81,7 +81,7 @@ def test_a_process_whose_rewards_all_fail_does_not_end_a_run_in_which_others_hav
     ranks(monkeypatch, True, module=scoring)
     assert score_everywhere(fails) is rows
     ranks(monkeypatch, False, module=scoring)
-    with pytest.raises(EveryRewardFailedError, match="every reward of this step failed: judge/timeout"):
+    with pytest.raises(EveryRewardFailedError, match="all rewards of this step failed: judge/timeout"):
         score_everywhere(fails)
     with pytest.raises(RunError, match="known"):  # where workers have scored them
         score_everywhere(lambda: rows, RunError("known"))

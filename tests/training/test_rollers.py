@@ -135,7 +135,7 @@ def test_a_unit_that_loses_every_worker_is_left_out_and_the_others_stay():
 
 def test_a_step_whose_units_are_all_lost_ends_the_run():
     outcomes = list(Dealer(Crew(Counter(dict.fromkeys(range(5), 9))), 2, tries=2).run(cut(TASKS, STREAMS, STEP, 1)))
-    with pytest.raises(RunError, match="2 rollout workers were lost over the same tasks; the last one: killed"):
+    with pytest.raises(RunError, match="2 rollout workers were lost on the same tasks; the last one: killed"):
         joined(outcomes)
 
 
@@ -248,7 +248,7 @@ def test_tasks_that_cannot_be_used_are_left_out_as_in_one_process():
         ({"versions": {"torch": "0.1"}}, r"has torch .*, the training process 0\.1; install one"),
         ({"versions": {"mujoco": "99"}}, "the training process 99"),
         ({"folder": "/no/such/folder"}, "no folder /no/such/folder, in which the run was started"),
-        ({"frozen": 1}, "other frozen weights than that of the training process"),
+        ({"frozen": 1}, "different frozen weights from the model of the training process"),
     ],
 )
 def test_a_worker_that_differs_refuses_by_name(changes, reason):
@@ -272,9 +272,9 @@ def test_weights_arrive_whole_or_not_at_all():
     assert torch.equal(receiver._recipe.policy.shared, sender.shared)
     damaged = {name: (content.copy(), kind) for name, (content, kind) in weights.items()}
     damaged["shared"][0][0] ^= 1
-    with pytest.raises(RunError, match="arrived damaged"):
+    with pytest.raises(RunError, match="were damaged on the way"):
         receiver.load(damaged, expected)
-    with pytest.raises(RunError, match="trains other weights than the training process: shared"):
+    with pytest.raises(RunError, match="trains different weights from the training process: shared"):
         load_weights(sender, {"table": weights["table"]})
 
 

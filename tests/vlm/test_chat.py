@@ -69,10 +69,10 @@ def test_other_pixels_same_tokens(policy):
 @pytest.mark.parametrize(
     ("content", "images", "message"),
     [
-        ([{"type": "image"}, {"type": "text", "text": "x"}], 0, "1 <|image_pad|> for 0 images"),
-        ([{"type": "image"}, {"type": "image"}], 1, "2 <|image_pad|> for 1 images"),
-        ([{"type": "text", "text": "x"}], 1, "0 <|image_pad|> for 1 images"),
-        ([{"type": "video"}, {"type": "text", "text": "x"}], 0, "1 <|video_pad|> for 0 videos"),
+        ([{"type": "image"}, {"type": "text", "text": "x"}], 0, "1 <|image_pad|> tokens for 0 images"),
+        ([{"type": "image"}, {"type": "image"}], 1, "2 <|image_pad|> tokens for 1 images"),
+        ([{"type": "text", "text": "x"}], 1, "0 <|image_pad|> tokens for 1 images"),
+        ([{"type": "video"}, {"type": "text", "text": "x"}], 0, "1 <|video_pad|> tokens for 0 videos"),
     ],
 )
 def test_places_and_images_must_agree(policy, content, images, message):
@@ -154,7 +154,7 @@ def test_too_long_for_the_setting_and_for_the_model(folder):
     assert (error.kind, error.tokens, error.limit) == ("prompt_too_long", size, size - 1)
     assert f"{size} tokens" in str(error)
     assert f"model.max_prompt_tokens is {size - 1}" in str(error)
-    with pytest.raises(PromptTooLong, match="the model's positions leave for a prompt is 511"):
+    with pytest.raises(PromptTooLong, match="the number of positions that the model leaves for a prompt is 511"):
         load_policy(ModelConfig(path=str(folder), max_prompt_tokens=10_000)).encode(make_task("t", "7 " * 600))
 
 

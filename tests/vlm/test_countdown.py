@@ -77,13 +77,13 @@ def test_the_verifier_reads_the_expression_and_not_the_number():
     "text", ["3**2", "3//2", "-3+4", "3 4", "1/(2-2)", "٣+1", "3.5", "1+(2", "x", "0x3", "3(4)", ""]
 )
 def test_other_texts_are_no_expressions(text):
-    with pytest.raises(ValueError, match=r"expression|cannot be computed|allowed"):
+    with pytest.raises(ValueError, match=r"expression|cannot be evaluated|allowed"):
         evaluate(text)
 
 
 def test_long_texts_end_quickly():
     assert evaluate("(" * 99 + "1" + ")" * 99) == (Fraction(1), [1])
-    with pytest.raises(ValueError, match="no expression"):
+    with pytest.raises(ValueError, match="not an expression"):
         evaluate("9*" * 200 + "9")
 
 

@@ -39,14 +39,14 @@ def test_the_demo_reports_the_effects_of_hints_reading_and_blindness(tmp_path, s
     ]
     for row in ("all", "none", "right", "wrong", "read", "add", "reads", "format"):
         assert re.search(rf"^ +{row} +\d+ +\d+\.\d%", text, re.MULTILINE), row
-    blind = next(line for line in lines if line.startswith("a strategy that reads the text and never looks"))
+    blind = next(line for line in lines if line.startswith("text-only strategy that ignores the image"))
     assert re.search(r"\d+\.\d% on heldout, \d+\.\d% on no_hint$", blind)
     assert Path(lines[-1].removeprefix("report: ")).is_file()
     monkeypatch.setattr(stages, "train", lambda *arguments, **options: pytest.fail("a finished stage ran again"))
     again = demo.run(tmp_path / "demo")
     assert again == lines
     demo.run(tmp_path / "demo", seed=1)
-    assert "is finished and kept, with other settings: seed 0 -> 1" in caplog.text
+    assert "has already finished with different settings and is kept: seed 0 -> 1" in caplog.text
 
 
 def test_the_two_splits_ask_the_same_questions(tmp_path):

@@ -138,7 +138,7 @@ def test_what_cannot_teach_is_refused(make_recipe, tmp_path, tiny_folders):
         make_recipe(TeacherConfig(path=str(alien)))
     with pytest.raises(UserError, match="has no text in column 'worked'"):
         make_recipe(TeacherConfig(prompt=KNOWS), on_policy=0.5, divergence=1.0, target_key="worked")
-    with pytest.raises(ValueError, match="teaches nothing"):
+    with pytest.raises(ValueError, match="nothing is learned from the teacher"):
         make_recipe(TeacherConfig(prompt=KNOWS), reward=0.0)
 
 

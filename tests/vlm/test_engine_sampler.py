@@ -157,12 +157,12 @@ def test_weights_that_did_not_arrive_stop_the_run(policy):
     with served(tasks) as (service, address), contextlib.closing(EngineSampler(engine(address))) as sampler:
         service.offset = 0.01
         sampler.load(policy, 0)
-        with pytest.raises(RunError, match=r"did not arrive whole in vLLM.*0\.01 nats.* is 0\.0001"):
+        with pytest.raises(RunError, match=r"did not arrive intact in vLLM.*0\.01 nats.* is 0\.0001"):
             sampler.sample([policy.encode(tasks[0])], 2, Streams(1))
 
 
 def test_a_server_wants_its_token():
-    with served([], "secret") as (_, address), pytest.raises(UserError, match=f"wrong token; both sides read {TOKEN}"):
+    with served([], "secret") as (_, address), pytest.raises(UserError, match=f"wrong token; both sides use {TOKEN}"):
         EngineSampler(engine(address))
 
 
@@ -213,14 +213,14 @@ def test_each_rollout_worker_has_an_engine_of_its_own(tiny_folders, tmp_path, mo
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_p": 0.9, "vllm": VllmConfig(address="a:1")}, "vLLM records no log-probabilities of the full"),
+        ({"top_p": 0.9, "vllm": VllmConfig(address="a:1")}, "vLLM does not record log-probabilities of the full"),
         (
             {"engine": "own", "vllm": VllmConfig(address="a:1")},
             r"sampler\.vllm is set, but .* sampler\.engine is 'own'",
         ),
         ({"engine": "sglang"}, r"sampler\.engine is 'sglang'; allowed: own, vllm"),
         ({"vllm": VllmConfig(address="a")}, "address is 'a'; expected HOST:PORT"),
-        ({"vllm": VllmConfig(address="a:1", python="b")}, "nothing reads it while sampler.vllm.address is 'a:1'"),
+        ({"vllm": VllmConfig(address="a:1", python="b")}, "it has no effect while sampler.vllm.address is 'a:1'"),
         ({"vllm": VllmConfig(address="a:1", options={"model": "x"})}, "options has model"),
     ],
 )
@@ -233,12 +233,12 @@ def test_an_engine_that_cannot_serve_the_run_is_named(tmp_path, monkeypatch):
     monkeypatch.setenv("MMRL_ENGINES", str(tmp_path))
     with pytest.raises(UserError, match=r"vLLM is not installed in .*; install it with `mmrl setup vllm`"):
         check_engine(engine(), RollersConfig())
-    with pytest.raises(UserError, match="which is no Python interpreter"):
+    with pytest.raises(UserError, match="which is not a Python interpreter"):
         check_engine(engine(vllm=VllmConfig(python=str(tmp_path / "none"))), RollersConfig())
-    with pytest.raises(UserError, match=r"one process at a time, and this run has several"):
+    with pytest.raises(UserError, match=r"one process at a time, but this run has several"):
         check_engine(engine("a:1"), RollersConfig(engine="ray"))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(UserError, match=r"one process at a time, and this run has several"):
+    with pytest.raises(UserError, match=r"one process at a time, but this run has several"):
         check_engine(engine("a:1"), RollersConfig())
 
 
@@ -262,7 +262,7 @@ def test_the_setup_installs_repairs_and_imports(monkeypatch, tmp_path):
     )
     alone = subprocess.run([sys.executable, "-S", "-c", check], cwd=tmp_path, capture_output=True, text=True)
     assert alone.stdout.split() == ["_TorchvisionFinder", f"['{inference_sampler.PACKAGE / 'mmrl'}']"], alone.stderr
-    assert told[-1].startswith("vllm: version 0.32.0 imports")
+    assert told[-1].startswith("vllm: version 0.32.0 can be imported")
 
 
 @pytest.mark.slow

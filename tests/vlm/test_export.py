@@ -117,7 +117,7 @@ def test_an_evaluation_says_that_every_answer_was_cut(tmp_path, tiny_folders, ca
     config = run_config(SftConfig, tmp_path, tiny_folders["qwen2_5_vl"], steps=1)
     config.evaluation.sampler.max_new_tokens = 1
     train(RECIPES["sft"], config)
-    said = [text for text in caplog.messages if "answer was cut at 1 tokens" in text]
+    said = [text for text in caplog.messages if "responses hit the limit of 1 tokens" in text]
     assert len(said) == 1
 
 
@@ -136,7 +136,7 @@ def test_export_is_refused_where_something_is_wrong(tmp_path, tiny_folders, caps
     data = bytearray(weights.read_bytes())
     data[-5] ^= 16
     weights.write_bytes(data)
-    assert "model/model.safetensors is not what was written" in refused()
+    assert "model/model.safetensors has changed" in refused()
     assert not list(run.glob("*export*"))
     assert main(["export", str(tmp_path)]) == 2
 
@@ -148,7 +148,7 @@ def test_flipped_bit_in_a_checkpoint_is_noticed_by_the_run_that_starts_from_it(t
     data = bytearray((model / "model.safetensors").read_bytes())
     data[len(data) // 2] ^= 1
     (model / "model.safetensors").write_bytes(data)
-    with pytest.raises(UserError, match=r"model/model\.safetensors is not what was written"):
+    with pytest.raises(UserError, match=r"model/model\.safetensors has changed"):
         load_policy(ModelConfig(path=str(model)))
 
 

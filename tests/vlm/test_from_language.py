@@ -155,13 +155,16 @@ def test_the_demo_prints_accuracy_by_kind_and_perplexity(language, tmp_path, mon
     monkeypatch.setattr(sight_demo, "CONFIG", config)
     lines = sight_demo.run(tmp_path / "demo")
     text = "\n".join(lines)
-    for expected in ("fresh", "heldout", "digit", "never looks", "something else", "perplexity on a page"):
+    for expected in ("fresh", "heldout", "digit", "ignores the image", "unrelated questions", "perplexity on a page"):
         assert expected in text
     assert Path(lines[-1].removeprefix("report: ")).is_file()
 
 
 def test_language_models_that_cannot_be_the_decoder_are_refused(language, language_model, tmp_path):
-    for given, message in ((tmp_path / "none", "no model folder"), (language_model, "is a qwen3; the decoder")):
+    for given, message in (
+        (tmp_path / "none", "model folder .* not found"),
+        (language_model, "is a qwen3; the decoder"),
+    ):
         with pytest.raises(UserError, match=message):
             build_model(tmp_path / "model", language=str(given), words_steps=0)
     other = AutoTokenizer.from_pretrained(language)

@@ -31,7 +31,7 @@ def test_a_folder_with_other_content_is_refused_and_stays(tmp_path, content):
         write_rows(tmp_path / "rows.jsonl", 2, grey(1))
         (tmp_path / "rows.jsonl").unlink()
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(ValueError, match=r"rows.jsonl go into .*rows, which has other content"):
+    with pytest.raises(ValueError, match=r"rows.jsonl would be written to .*rows, which has other content"):
         write_rows(tmp_path / "rows.jsonl", 2, grey(9))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
     assert [path.name for path in tmp_path.iterdir()] == ["rows"]

@@ -291,7 +291,7 @@ def test_sides_of_images_are_no_areas():
 
     config = ModelConfig(path="x", min_pixels=56 * 56, max_pixels=112 * 112)
     sides = SimpleNamespace(image_processor=Idefics2ImageProcessorPil())
-    with pytest.raises(UserError, match=r"this processor bounds the sides of images: .*980"):
+    with pytest.raises(UserError, match=r"this processor limits the image sides: .*980"):
         set_pixels(sides, config)
     areas = SimpleNamespace(image_processor=Qwen2VLImageProcessorPil(size={"shortest_edge": 784, "longest_edge": 3136}))
     set_pixels(areas, config)
@@ -304,7 +304,7 @@ def test_without_torchvision_no_other_family_gets_the_processor_of_qwen(tiny_fol
     shutil.copytree(tiny_folders["qwen2_5_vl"], tmp_path / "other")
     for file in (tmp_path / "other").glob("*processor_config.json"):
         file.write_text(file.read_text().replace("Qwen2VLImageProcessor", "SiglipImageProcessor"))
-    with pytest.raises(UserError, match=r"need SiglipImageProcessor.*needs torchvision"):
+    with pytest.raises(UserError, match=r"need SiglipImageProcessor.*requires torchvision"):
         load_processor(str(tmp_path / "other"))
     shutil.copytree(tiny_folders["qwen2_5_vl"], tmp_path / "text")
     for file in (tmp_path / "text").glob("*processor_config.json"):
@@ -318,12 +318,13 @@ def test_folders_that_are_not_models(tmp_path, tiny_folders, monkeypatch):
             load_policy(ModelConfig(path=str(path)))
         return str(caught.value)
 
-    assert "no model folder" in refuse(tmp_path / "missing")
+    assert "not found" in refuse(tmp_path / "missing")
     assert "hub id" in refuse("missing")
     monkeypatch.chdir(tmp_path)
-    assert "no model folder runs/model" in refuse("runs/model")  # a run that is missing, whether runs/ is there or not
+    # a run that is missing, whether runs/ is there or not
+    assert "model folder runs/model not found" in refuse("runs/model")
     (tmp_path / "runs").mkdir()
-    assert "no model folder runs/model" in refuse("runs/model")
+    assert "model folder runs/model not found" in refuse("runs/model")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "readme.txt").write_text("hello")
     message = refuse(tmp_path / "notes")
@@ -333,7 +334,7 @@ def test_folders_that_are_not_models(tmp_path, tiny_folders, monkeypatch):
     other.mkdir()
     (other / "config.json").write_text(json.dumps({"model_type": "clip"}))
     assert "'clip'" in refuse(other)
-    assert "AutoModelForImageTextToText nor of AutoModelForCausalLM" in refuse(other)
+    assert "AutoModelForImageTextToText nor in AutoModelForCausalLM" in refuse(other)
     (other / "config.json").write_text("{")
     assert "not valid JSON" in refuse(other)
     shutil.copytree(tiny_folders["qwen2_5_vl"], tmp_path / "mute")
@@ -351,7 +352,7 @@ def test_hub_ids_are_distinguished_from_folders(monkeypatch):
         raise OSError(f"We couldn't connect to the hub for {path}")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", offline)
-    with pytest.raises(UserError, match=r"no local folder 'some-lab/model'.*couldn't connect"):
+    with pytest.raises(UserError, match=r"'some-lab/model' is not a local folder.*couldn't connect"):
         load_policy(ModelConfig(path="some-lab/model"))
 
 
@@ -402,7 +403,7 @@ def test_a_function_builds_the_missing_folder_once(tmp_path):
 def test_builders_that_fail(tmp_path):
     here = "tests.vlm.test_models"
     path = str(tmp_path / "model")
-    with pytest.raises(UserError, match="build_options do not fit"):
+    with pytest.raises(UserError, match="build_options do not match"):
         load_policy(ModelConfig(path=path, build=f"{here}:build_for_test", build_options={"colour": "red"}))
     with pytest.raises(UserError, match="out of clay"):
         load_policy(ModelConfig(path=path, build=f"{here}:fail_for_test"))

@@ -91,8 +91,8 @@ def test_adapters_of_the_merger_learn_are_saved_and_go_on(folder, tmp_path):
     ("changes", "message"),
     [
         ({"freeze_vision": True, "freeze_language": True}, "leave nothing to train; model.freeze_merger=false trains"),
-        ({"freeze_merger": True, "lora": LoraSettings(enabled=True)}, "change nothing; leave them out"),
-        ({"lora": LoraSettings(vision_targets=["qkv"])}, "nothing reads it while model.lora.enabled is False"),
+        ({"freeze_merger": True, "lora": LoraSettings(enabled=True)}, "have no effect; remove them"),
+        ({"lora": LoraSettings(vision_targets=["qkv"])}, "it has no effect while model.lora.enabled is False"),
         (
             {"freeze_vision": True, "lora": LoraSettings(enabled=True, vision_targets=["qkv"])},
             "trains adapters in the vision tower or the merger, but model.freeze_vision",
@@ -107,7 +107,9 @@ def test_switches_that_contradict_each_other_are_refused(changes, message):
 
 def test_names_and_parts_that_a_model_has_not_are_named(folder, language_model):
     lora = LoraSettings(enabled=True, vision_targets=["merger.mlp.9"])
-    with pytest.raises(UserError, match=r"vision_targets names merger\.mlp\.9, but .* have no such linear layer; they"):
+    with pytest.raises(
+        UserError, match=r"vision_targets contains merger\.mlp\.9, but .* have no such linear layer; they"
+    ):
         load_policy(ModelConfig(path=str(folder), lora=lora))
-    with pytest.raises(UserError, match="no module of qwen3 is known as its merger"):
+    with pytest.raises(UserError, match="the merger of qwen3 is not known"):
         load_policy(ModelConfig(path=str(language_model), freeze_merger=True))

@@ -61,7 +61,7 @@ def test_a_sentence_has_the_pronouns_of_its_name(splits):
 def test_impossible_requests_are_refused(tmp_path):
     with pytest.raises(ValueError, match="split is 'all'; must be one of train, test"):
         build_people(tmp_path / "a.jsonl", split="all")
-    with pytest.raises(ValueError, match=r"the split test has .* different rows"):
+    with pytest.raises(ValueError, match=r"the split test only has .* distinct rows"):
         build_people(tmp_path / "a.jsonl", split="test", count=10**6)
     assert len(FORMS["train"]) >= 3 * len(FORMS["test"])
 

@@ -89,7 +89,7 @@ def test_the_command_shows_the_parts_and_what_would_fit(file, tmp_path, capsys):
     # of the data just read, not of model.max_prompt_tokens=64
     tokens = int(title.partition("prompts of ")[2].split()[0])
     assert 5 < tokens < 64
-    assert "answers of 16, 8 rows in 2 prompts at once" in title
+    assert "responses of 16, 8 rows in 2 prompts per pass" in title
     assert any(line.split()[:2] == ["moments", "of"] for line in lines)
     assert any("does not fit into 0.003 GB" in line for line in lines)
     changes = [line.split("=")[0].strip() for line in lines if "=" in line]
@@ -97,7 +97,7 @@ def test_the_command_shows_the_parts_and_what_would_fit(file, tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("share", "said"), [(0.99, "larger than the GPU"), (1.01, "loading")])
+@pytest.mark.parametrize(("share", "said"), [(0.99, "does not fit on the GPU"), (1.01, "loading")])
 def test_a_run_that_is_larger_than_its_gpu_loads_nothing(share, said, file, capsys, monkeypatch):
     def load(*_):
         raise UserError("loading")
@@ -127,10 +127,10 @@ def test_weights_gradients_and_moments_are_those_of_the_parameters(tmp_path):
     state = {part.name: part.bytes for part in footprint(config, passes=False).parts}
     assert state == {name: held[name] for name in state}
     assert {"weights, trained", "moments of AdamW", "gradients"} <= set(state)
-    assert not {"activations", "keys and values of prompts", "keys and values of answers"} & set(state)
+    assert not {"activations", "keys and values of prompts", "keys and values of responses"} & set(state)
     config.trainer.sharding, config.trainer.gathered = "fsdp2", "bf16"
     parts = {part.name: part for part in footprint(config).parts}
-    assert parts["weights, trained, whole in bf16"].on(8) == weights / 2
+    assert parts["weights, trained, gathered in bf16"].on(8) == weights / 2
     assert parts["moments of AdamW"].on(8) == weights / 4
     adapted = footprint(with_changes(config, {"model.lora.enabled": True}))
     assert next(part.bytes for part in adapted.parts if part.name == "weights, frozen") >= weights
@@ -140,7 +140,7 @@ def test_a_plan_of_given_pairs_has_both_sides(tmp_path):
     config = domain_of("preference").make_config("preference", tmp_path)
     config.max_side_tokens, config.trainer.tasks_per_step = 12, 4
     plan = footprint(config)
-    assert plan.assumed[1:3] == ("answers of 12", "8 rows in 4 prompts at once")
+    assert plan.assumed[1:3] == ("responses of 12", "8 rows in 4 prompts per pass")
 
 
 def test_a_model_may_be_the_run_of_the_stage_before(file, tmp_path, capsys, monkeypatch):
@@ -180,7 +180,7 @@ def test_a_gpu_of_this_machine_is_planned_for(monkeypatch):
     gpu = SimpleNamespace(total_memory=140_000_000_000, name="H200")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: gpu)
-    assert machine_of(None, 2) == Machine("2 GPUs such as this H200", 140.0, 2)
+    assert machine_of(None, 2) == Machine("2 GPUs like this H200", 140.0, 2)
     assert machine_of(24.0, 1) == Machine("1 GPU", 24.0, 1)
 
 
@@ -203,7 +203,7 @@ def test_no_peak_is_named_where_something_is_unknown(case, tmp_path):
     assert any("moments of AdamW" in line for line in lines)
     assert not any(line.startswith("  peak") for line in lines)
     # what is certain can still be too much
-    assert "what is certain alone does not fit into 1e-06 GB" in "\n".join(run.dry_run(find_recipe(name), config, 1e-6))
+    assert "even the known parts do not fit into 1e-06 GB" in "\n".join(run.dry_run(find_recipe(name), config, 1e-6))
 
 
 @pytest.mark.slow

@@ -200,7 +200,7 @@ def test_pairs_that_the_run_began_without_are_refused(tmp_path, tiny_folders):
     config = pair_config(tmp_path, tiny_folders[MODEL], steps=1)
     run_dir = train(RECIPES["preference"], config)
     config.eval_data["late"] = config.eval_data["heldout"]
-    with pytest.raises(UserError, match=r"eval_data\.late was not part of the run when it began"):
+    with pytest.raises(UserError, match=r"eval_data\.late was not part of the run when it started"):
         evaluate(RECIPES["preference"], config, run_dir)
 
 
@@ -265,13 +265,17 @@ ASKED = [{"role": "user", "content": "What is 3 plus 4?"}]
     ("cells", "kind", "message"),
     [
         ({"rejected": "<answer>7</answer>"}, "equal_sides", "'chosen' and 'rejected' are the same text"),
-        ({"rejected": None}, "missing_side", "no answer in column 'rejected'"),
-        ({"chosen": "  "}, "empty_side", "the answer in column 'chosen' is empty"),
+        ({"rejected": None}, "missing_side", "no response in column 'rejected'"),
+        ({"chosen": "  "}, "empty_side", "the response in column 'chosen' is empty"),
         ({"chosen": ["yes"]}, "bad_side", "the roles None; expected a text, or one assistant turn"),
         ({"chosen": 7}, "bad_side", "has a int"),
         ({"chosen": [*TURN, *ASKED, *TURN]}, "bad_side", "the roles assistant, user, assistant"),
-        ({"chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "bad_side", "something else than text"),
-        ({"rejected": "look <|image_pad|>"}, "media_in_side", "'rejected' holds .* which no answer may hold"),
+        ({"chosen": [{"role": "assistant", "content": [{"type": "image"}]}]}, "bad_side", "something other than text"),
+        (
+            {"rejected": "look <|image_pad|>"},
+            "media_in_side",
+            "'rejected' contains .* which is not allowed in an answer",
+        ),
     ],
 )
 def test_bad_pairs_stop_the_run_or_are_counted(tmp_path, tiny_folders, cells, kind, message):
@@ -314,7 +318,7 @@ def test_no_usable_pair_is_an_error(tmp_path, tiny_folders):
     data = write_pairs(tmp_path / "data", lambda number, row: row.update(rejected=row["chosen"]))
     config = pair_config(tmp_path, tiny_folders[MODEL], data)
     config.data.on_bad_row = "skip"
-    with pytest.raises(UserError, match=r"no usable row is left .*6 equal_sides"):
+    with pytest.raises(UserError, match=r"no usable rows .*6 equal_sides"):
         PreferenceRecipe(config)
 
 
@@ -359,7 +363,9 @@ def test_held_out_questions_without_pairs_need_rewards(tmp_path, tiny_folders):
 def test_a_data_set_without_the_columns_names_them(tmp_path, tiny_folders):
     config = pair_config(tmp_path, tiny_folders[MODEL])
     config.chosen_key = "better"
-    with pytest.raises(UserError, match="no answer in column 'better'; the row's other columns: id, chosen, rejected"):
+    with pytest.raises(
+        UserError, match="no response in column 'better'; the row's other columns: id, chosen, rejected"
+    ):
         PreferenceRecipe(config)
 
 
@@ -373,8 +379,8 @@ def test_a_data_set_without_the_columns_names_them(tmp_path, tiny_folders):
             {"objective.loss": {"kind": "none"}, "objective.likelihood": {"coef": 1.0, "kind": "nll"}},
             "has no reference",
         ),
-        ({"reference.kind": "ema"}, "only the model at the start"),
-        ({"objective.likelihood": {"kind": "nll"}}, "likelihood is 'nll', whose coef is 0 unless you set it"),
+        ({"reference.kind": "ema"}, "only the initial model"),
+        ({"objective.likelihood": {"kind": "nll"}}, "likelihood is 'nll', whose coef is 0 by default"),
         (
             {"evaluation.rewards": [RewardConfig("exact", weight=0.5)]},
             r"evaluation\.rewards: 'exact' has weight 0\.5, but it is only reported; leave weight out",
@@ -463,9 +469,9 @@ def test_a_run_on_labelled_answers_measures_pairs(tmp_path, tiny_folders):
 @pytest.mark.parametrize(
     ("preset", "cells", "message"),
     [
-        ("dpo", {}, "no answer in column 'chosen'; the row's other columns: .*completion, label"),
+        ("dpo", {}, "no response in column 'chosen'; the row's other columns: .*completion, label"),
         ("kto", {"label": "good"}, "column 'label' is 'good'; expected true .desirable. or false"),
-        ("kto", {"completion": " "}, "the answer in column 'completion' is empty"),
+        ("kto", {"completion": " "}, "the response in column 'completion' is empty"),
     ],
 )
 def test_labelled_answers_that_cannot_be_learnt_from_are_refused(tmp_path, tiny_folders, preset, cells, message):

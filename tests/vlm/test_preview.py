@@ -41,7 +41,9 @@ def test_questions_and_what_their_answer_earns(folder, capsys):
     assert lines[0] == "data: train.jsonl: 1 questions"
     assert lines[1] == "  the first: image 84 x 56, 'Which lamp is lit?', answer 'red'"
     assert [line.split()[-1] for line in lines[2:6]] == ["0", "1", "1", "1"]  # exact wants a box or a block
-    assert lines[6].startswith("  '\\\\boxed{red}' earns most, but the prompt does not mention \\boxed; unless")
+    assert lines[6].startswith(
+        "  '\\\\boxed{red}' earns the highest reward, but the prompt does not mention \\boxed; unless"
+    )
     assert lines[7].startswith("eval_data.heldout: owner/name: a hub id")
     assert lines[8] == "eval_data.later: later.jsonl: the run builds it"
 
@@ -63,7 +65,9 @@ def test_a_form_that_the_prompt_asks_for_is_not_named(folder, capsys):
         assert main(["train", "my_run.yaml", "--dry-run", *words, *changes]) == 0
         lines = capsys.readouterr().out.splitlines()
         assert lines[4] == "  '<think>why</think>\\\\boxed{red}' earns format 1, exact 1"
-        assert any("earns most, but the prompt does not mention <think>" in line for line in lines) is named
+        assert (
+            any("earns the highest reward, but the prompt does not mention <think>" in line for line in lines) is named
+        )
 
 
 def test_without_answers_an_own_reward_is_called_with_an_empty_response(folder, capsys):

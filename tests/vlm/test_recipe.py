@@ -118,7 +118,7 @@ def test_a_completion_with_an_image_token_is_a_bad_row(tmp_path, tiny_folders, a
         assert [task.id for task in recipe.train_tasks] == ["q0", "q1", "q3", "q4", "q5"]
         assert recipe.skipped == {"media_in_answer": 1}
     else:
-        with pytest.raises(UserError, match=r"q2: column 'completion' holds <\|image_pad\|>.*on_bad_row=skip"):
+        with pytest.raises(UserError, match=r"q2: column 'completion' contains <\|image_pad\|>.*on_bad_row=skip"):
             SftRecipe(config)
 
 
@@ -190,7 +190,7 @@ def test_a_critic_that_learns_alone_is_said_and_a_model_without_weights_refused(
                 weight.register_hook(torch.zeros_like) if weight.requires_grad else None
 
     monkeypatch.setattr(VlmRecipe, "open", partialmethod(freeze, frozen=True))
-    with pytest.raises(UserError, match="no weight to train"):
+    with pytest.raises(UserError, match="no weights to train"):
         train(RECIPES["vlm"], config)
     monkeypatch.setattr(VlmRecipe, "open", partialmethod(freeze, frozen=False))
     config.output_dir, config.trainer.weight_decay = str(tmp_path / "still"), 0.0
@@ -227,7 +227,7 @@ def test_unreadable_and_missing_images_are_counted_and_skipped(tmp_path, tiny_fo
     assert rows[-1]["data/skipped"] > 0
     assert rows[0]["samples/total"] == 4 * 4
     assert "cannot be decoded" in caplog.text
-    assert "zero bytes" in caplog.text
+    assert "is empty" in caplog.text
 
 
 def test_a_step_without_a_usable_question_draws_others(tmp_path, tiny_folders):
@@ -265,10 +265,10 @@ def test_reward_that_always_fails_stops_the_run(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"])
     config.rewards.append(RewardConfig(name="tests/vlm/user_reward.py:always", isolate=False))
     config.accuracy_reward = "exact"
-    with pytest.raises(RunError, match=r"every reward failed in the evaluation of heldout: .*RuntimeError: broken"):
+    with pytest.raises(RunError, match=r"all rewards failed in the evaluation of heldout: .*RuntimeError: broken"):
         train(RECIPES["vlm"], config)
     config.output_dir, config.evaluation.at_start = str(tmp_path / "other"), False
-    with pytest.raises(RunError, match=r"every reward of this step failed: .*RuntimeError: broken"):
+    with pytest.raises(RunError, match=r"all rewards of this step failed: .*RuntimeError: broken"):
         train(RECIPES["vlm"], config)
 
 
@@ -285,7 +285,7 @@ def test_math_with_answers_in_words_is_refused_before_the_run(tmp_path, tiny_fol
 def test_folder_of_another_run_is_not_overwritten(tmp_path, tiny_folders):
     config = run_config(VlmConfig, tmp_path, tiny_folders["qwen2_5_vl"], steps=1)
     train(RECIPES["vlm"], config)
-    with pytest.raises(UserError, match="already holds a run"):
+    with pytest.raises(UserError, match="already contains a run"):
         train(RECIPES["vlm"], config)
     config.output_dir = str(tmp_path / "nothing")
     with pytest.raises(UserError, match="nothing to resume"):

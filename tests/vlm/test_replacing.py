@@ -105,7 +105,7 @@ def test_teachers_answers_that_cannot_be_used(opened, monkeypatch):
         patch.setattr("mmrl.vlm.methods.multi_teacher.RESPONSES", "others")
         with pytest.raises(UserError, match="no question has teachers' answers in a column 'others'"):
             multi_teacher(opened)
-    with pytest.raises(UserError, match=r"a teacher's answer is \{\"model\""):
+    with pytest.raises(UserError, match=r"a teacher's answer must be \{\"model\""):
         multi_teacher(opened, texts=[3])
     recipe = multi_teacher(opened, texts=["far too long " * 30])
     assert rolled(recipe).extras["source"].sum() == 0

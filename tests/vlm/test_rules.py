@@ -100,7 +100,7 @@ def test_rows_are_answered_by_a_model(tmp_path):
     unable = {**accepts, "function": "tests.vlm.test_rules:never"}
     with pytest.raises(UserError, match="none of 64 answers"):
         build_answered(tmp_path / "none.jsonl", count=64, samples=16, accepts=unable, **options)
-    with pytest.raises(UserError, match="count is 8 and samples 16; there are 4 questions"):
+    with pytest.raises(UserError, match="count is 8 and samples is 16, but there are 4 questions"):
         build_answered(tmp_path / "few.jsonl", count=8, samples=16, **options)
 
 

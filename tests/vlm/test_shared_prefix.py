@@ -262,7 +262,7 @@ def test_some_of_the_kept_prompts_can_be_taken(folder, sampled, family):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"attention": "eager"}, "take samples_per_task times the memory: model.attention is eager"),
+        ({"attention": "eager"}, "takes samples_per_task times the memory: model.attention is eager"),
         ({"shared_prefix": False}, "model.shared_prefix is false"),
     ],
 )

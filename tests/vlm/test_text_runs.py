@@ -51,7 +51,7 @@ def test_a_language_model_is_called_one_and_the_missing_evaluation_is_said(confi
     run_dir = tmp_path / "run"
     assert json.loads((run_dir / "result.json").read_text())["model_kind"] == "language model"
     page = words_of((run_dir / "report.html").read_text())
-    assert "No evaluation on held-out tasks followed the 2 steps of training." in page
+    assert "There was no evaluation on held-out tasks after the 2 training steps." in page
     assert "kind of model" in page
     assert main(["export", str(run_dir), "--output", str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
@@ -70,10 +70,10 @@ def test_a_run_without_its_end_still_has_names(config, tmp_path):
     assert run.title == "run · grpo"
     said = " ".join(outcome([run]))
     assert "accuracy (greedy) before training:" in said
-    assert "No evaluation followed the one before training; training went on to step 2." in said
+    assert "There was no evaluation after the one before training; training continued to step 2." in said
     assert main(["export", str(run_dir), "--output", str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
-    assert "Language model trained with GRPO. There is no held-out evaluation of this step." in card
+    assert "Language model trained with GRPO. There is no held-out evaluation at this step." in card
     assert "trained with training" not in card.lower()
     assert "sampled positions" in run.describe("policy/entropy")
 
@@ -105,7 +105,7 @@ def test_answers_of_an_evaluation_are_kept_as_text(config, tmp_path):
     assert sum(row["success"] for row in rows) / len(rows) == metrics[f"{split}/accuracy/greedy"]
     assert all("What is" in row["prompt"] and isinstance(row["text"], str) for row in answers)
     write_report(run_dir)
-    assert f"{len(answers)} with their prompts and scores in answers.jsonl" in (run_dir / "report.html").read_text()
+    assert f"{len(answers)} with prompts and scores in answers.jsonl" in (run_dir / "report.html").read_text()
     # those of a run before move aside with it, and those of an evaluation before go
     assert "answers.jsonl" in MOVED
     assert write_answers(run_dir, [{"text": None}], 3) is None

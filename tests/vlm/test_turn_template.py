@@ -118,7 +118,7 @@ def test_marks_that_are_special_tokens_are_sampled_taught_and_read(caplog):
         turns.encode_answer(turns.parts.asked, "z<|call|>")
     assert forged.count("<|call|>") == 0, "an end of the turn in data stays characters"
     (record,) = caplog.records
-    assert "names the special token <|call|>" in record.getMessage()
+    assert "contains the special token <|call|>" in record.getMessage()
     assert "model.answer_tokens" in record.getMessage()
 
 
@@ -135,7 +135,9 @@ def test_a_run_declares_the_tokens_of_its_answers():
         assert tokenizer.decode(learned) == f"{text}<|eot_id|>"
         for token in ("<think>", "<|mark|>"):
             assert (tokenizer.convert_tokens_to_ids(token) in learned) is (token in kept)
-    with pytest.raises(UserError, match=r"answer_tokens names <\|no\|>, which the tokenizer of it does not have"):
+    with pytest.raises(
+        UserError, match=r"answer_tokens contains <\|no\|>, which are not special tokens of the tokenizer of it"
+    ):
         _ = TurnTemplate(TextProcessor(tokenizer), {}, stops, "it", ["<|no|>"]).kept_tokens
 
 
@@ -170,7 +172,7 @@ def test_results_follow_as_the_template_writes_them(case):
 
 @pytest.mark.parametrize("name", ["phi3_5", "cohere2"])
 def test_a_template_that_loses_results_is_refused(name):
-    with pytest.raises(UserError, match=f"the chat template of {name} loses results of tools"):
+    with pytest.raises(UserError, match=f"the chat template of {name} drops tool results"):
         turns_of(name).follow([result("333")], end=None, tools=[TOOL], calls=["add"])
     with pytest.raises(TemplateError, match="alternate"):
         turns_of("gemma3").follow([result("333")], end=None, tools=[TOOL], calls=["add"])
@@ -199,7 +201,7 @@ def test_a_thought_behind_a_closed_one_is_said(caplog):
         for _ in range(2):
             turns.encode_answer(turns.parts.asked, "<think>a</think>42")
     (record,) = caplog.records
-    assert "has closed the thought in the prompt already; set model.thinking=true" in record.getMessage()
+    assert "has already closed the thought in the prompt; set model.thinking=true" in record.getMessage()
 
 
 def test_a_template_without_the_assistants_turn_is_refused():

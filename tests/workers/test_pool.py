@@ -60,9 +60,9 @@ class TestMap:
         assert found == expected
         assert (answers[3].reason, answers[3].stage) == ("ValueError: the hinge broke", "answer")
         assert "in complain" in answers[3].evidence
-        assert answers[7].reason == "killed by SIGKILL; it last wrote: the last words"
+        assert answers[7].reason == "killed by SIGKILL; its last output was: the last words"
         assert (answers[7].exit_code, answers[7].evidence) == (-signal.SIGKILL, "the last words")
-        assert (answers[-2].reason, answers[-2].limit_s) == ("no answer in 0.7 s", 0.7)
+        assert (answers[-2].reason, answers[-2].limit_s) == ("no reply within 0.7 s", 0.7)
         assert {**pool.counts, "restarted": 0} == COUNTS | {"crashed": 1, "hung": 1, "raised": 1}
 
     def test_requests_are_spread_and_workers_start_when_they_are_needed(self, make):
@@ -98,7 +98,7 @@ class TestMap:
         answers = make().map(make_request, 5, 20.0)
         assert [answer.fields["echo"] for answer in answers if isinstance(answer, Message)] == [0, 2, 4]
         assert (answers[1].stage, answers[1].reason) == ("send", "KeyError: 'no such picture'")
-        assert answers[3].reason.startswith("WireError: array 'x' has the dtype object")
+        assert answers[3].reason.startswith("WireError: array 'x' has dtype object")
 
     def test_no_requests_start_no_worker(self, make):
         pool = make()
@@ -268,7 +268,7 @@ class TestStart:
         assert pool.counts["restarted"] == 1
 
     def test_an_interpreter_that_is_not_there(self, make):
-        with pytest.raises(RunError, match=r"no worker process for tests can be started: .*nowhere"):
+        with pytest.raises(RunError, match=r"cannot start a worker process for tests: .*nowhere"):
             make(python="/nowhere/python").start()
 
 
@@ -277,13 +277,13 @@ class TestHeartbeat:
         pool = make(heartbeat_timeout_s=1.0)
         pool.start()
         answer = pool.ask({0: do("lock")}, 100.0)[0]
-        assert (answer.kind, answer.reason, answer.limit_s) == ("hung", "no sign of life for 1 s", 1.0)
+        assert (answer.kind, answer.reason, answer.limit_s) == ("hung", "no heartbeat for 1 s", 1.0)
 
     def test_without_a_heartbeat_only_the_time_of_a_call_counts(self, make):
         pool = make(heartbeat_timeout_s=None)
         pool.start()
         start = time.monotonic()
-        assert pool.ask({0: do("lock")}, 1.5)[0].reason == "no answer in 1.5 s"
+        assert pool.ask({0: do("lock")}, 1.5)[0].reason == "no reply within 1.5 s"
         assert time.monotonic() - start >= 1.5
 
     def test_a_slow_answer_with_a_heartbeat_does_not_count_as_hung(self, make):

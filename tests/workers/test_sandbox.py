@@ -367,7 +367,7 @@ def test_a_step_that_fails_ends_it_before_the_program_begins(run, monkeypatch):
     monkeypatch.setattr(
         running, "strict_command", lambda limits, readable, files, *rest: strict(limits, readable, {"x": 999}, *rest)
     )
-    with pytest.raises(UserError, match="sandbox: strict has stopped working"):
+    with pytest.raises(UserError, match="sandbox: strict no longer works"):
         run("print('begun')")
 
 

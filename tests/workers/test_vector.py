@@ -75,7 +75,7 @@ def test_without_autoreset_the_mask_chooses_who_begins():
         same(step, theirs.step(action))
         over = step[2] | step[3]
         if over.any():
-            with pytest.raises(UserError, match="no episode runs in environment"):
+            with pytest.raises(UserError, match="no episode is running in environment"):
                 ours.step(action)
             options = {"reset_mask": over}
             same(ours.reset(options=options), theirs.reset(options={"reset_mask": over.copy()}))
@@ -155,7 +155,7 @@ def test_methods_attributes_and_images_of_the_environments():
 
 def test_requests_that_do_not_fit_are_refused_by_name(closing):
     envs = closing(PoolVectorEnv(WALK, 2, settings=VectorSettings(workers=1)))
-    with pytest.raises(UserError, match="no episode runs in environment 0"):
+    with pytest.raises(UserError, match="no episode is running in environment 0"):
         envs.step(np.zeros((2, 2)))
     envs.reset()
     for given, reason in [

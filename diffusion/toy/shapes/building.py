@@ -114,8 +114,8 @@ def build_pairs(
         model: pipeline or saved weights that draw.
         count: number of pairs.
         kinds: kinds of scenes, see `all_scenes`.
-        flipped: share of pairs whose order is turned round after scoring, and of equal scores one half by nature.
-        garbled: share of pairs whose caption has its words in another order, after the images were drawn.
+        flipped: fraction of pairs whose order is turned round after scoring, and of equal scores one half by nature.
+        garbled: fraction of pairs whose caption has its words in another order, after the images were drawn.
         steps: denoising steps.
         guidance: guidance scale.
         max_sequence_length: tokens of the T5 encoder, see `PipelineConfig`.
@@ -158,7 +158,7 @@ def _draw_captions(captions: Sequence[str], count: int, rng: np.random.Generator
 
 
 def _preferred_first(scores: np.ndarray, flipped: float, rng: np.random.Generator) -> np.ndarray:
-    """(n, 2) the columns of scores (n, 2) in the order of preference, turned round for a share of the rows."""
+    """(n, 2) the columns of scores (n, 2) in the order of preference, turned round for a fraction of the rows."""
     first_wins = scores[:, 0] + 1e-9 * rng.standard_normal(len(scores)) > scores[:, 1]  # ties either way
     first_wins ^= rng.random(len(scores)) < flipped
     return np.where(first_wins[:, None], [[0, 1]], [[1, 0]])

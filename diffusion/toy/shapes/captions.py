@@ -156,7 +156,7 @@ def split_scenes(
 
     Args:
         scenes: distinct scenes.
-        held_out_share: share of each kind that is held out, rounded to the nearest number; between 0 and 1.
+        held_out_share: fraction of each kind that is held out, rounded to the nearest number; between 0 and 1.
         seed: seed of the choice.
 
     Returns:

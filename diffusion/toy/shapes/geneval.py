@@ -49,7 +49,7 @@ def shapes_geneval(
     the published reward, which adds a second part of 1.
 
     Source: after GenEval, arXiv 2310.11513, but stricter, see the module; graded as in yifan123/flow_grpo, except that
-        a wrong count never gives less than 0, and the share of asked-for objects among all that are seen is a part too.
+        a wrong count never gives less than 0, and the fraction of requested objects among those seen counts too.
     """
     verdicts = [
         judge_scene(detect(image), wanted["include"], compat=compat)

@@ -30,7 +30,7 @@ TOKEN = re.compile(
 
 
 class UnreadableError(ValueError):
-    """The answer has no readable action."""
+    """The response has no readable action."""
 
     def __init__(self, code: str, detail: str) -> None:
         super().__init__(detail)
@@ -127,9 +127,9 @@ NamedAction = tuple[str, dict[str, Any]]
 Found = tuple[str, list[NamedAction]]
 
 SAY = "say"
-"""Name of the action where the whole answer is the action."""
+"""Name of the action if the whole response is the action."""
 MAX_CANDIDATES = 256
-"""Possible starts of an object in an answer that are tried."""
+"""Maximum number of possible starts of an object to try in a response."""
 MAX_NAME_CHARS = 200
 MAX_DIGITS = 20
 OBJECT = re.compile(r'\{\s*"')
@@ -178,7 +178,7 @@ def read_calls(text: str, strict: bool) -> Found:
 
 
 def read_text(text: str, strict: bool) -> Found:
-    """Take the whole answer, without the white space around it, as the argument `text` of the action `say`."""
+    """Take the whole response, stripped of surrounding white space, as the argument `text` of the action `say`."""
     return "", [(SAY, {"text": text})]
 
 

@@ -128,7 +128,7 @@ def _task_in(row: DataRow, config: TaskSetConfig) -> AgentTask:
     elif not isinstance(task, (dict, str)):
         problem = f"task is {task!r:.80}; expected an object or a task name"
     elif type(seed) is not int or not 0 <= seed <= LARGEST_SEED:
-        problem = f"seed is {seed!r:.80}; expected a whole number from 0 to {LARGEST_SEED}"
+        problem = f"seed is {seed!r:.80}; expected an integer from 0 to {LARGEST_SEED}"
     elif not all(isinstance(text, str) for text in texts.values()):
         problem = "id and instruction must be text"
     if problem:

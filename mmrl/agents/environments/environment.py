@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 MAX_CHARS = 1_000_000
 ON_PARSE_ERROR = ("terminate", "noop")
 CUT = "cut"
-"""Error of an answer that was truncated at the length limit: what it contains may be part of another action."""
+"""Error of a response that was truncated at the length limit: what it contains may be part of another action."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Action:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Text, finite numbers, bools, None, and lists and dicts of these."""
     text: str = ""
-    """The whole answer."""
+    """The whole response."""
 
     def __str__(self) -> str:
         """Name and arguments as a call, for captions."""
@@ -69,20 +69,20 @@ class Action:
 
 @dataclass(frozen=True)
 class ParsedAnswer:
-    """The actions of an answer, or why it has none."""
+    """The actions of a response, or why it has none."""
 
     actions: tuple[Action, ...] = ()
     """Actions in the order of execution; empty after an error."""
     thought: str = ""
-    """Text of the answer apart from its actions."""
+    """Text of the response apart from its actions."""
     error: str | None = None
     """Key of `PARSE_ERRORS`, or `CUT`."""
     detail: str = ""
-    """Details of this answer's error, in one line."""
+    """Details of this response's error, in one line."""
 
     @property
     def note(self) -> str:
-        """Message to the agent about an answer that executed nothing; empty otherwise."""
+        """Message to the agent about a response that executed nothing; empty otherwise."""
         if self.error == CUT:
             return f"Nothing was executed: {self.detail}."
         return "" if self.error is None else f"The answer could not be read: {self.detail}."
@@ -97,7 +97,7 @@ class ActionFormat:
     write: Callable[[str, Sequence[NamedAction]], str]
     """(thought, actions) to an answer."""
     example: str
-    """An answer in this format."""
+    """A response in this format."""
     manual: str
     """Instruction for prompts."""
 
@@ -120,7 +120,7 @@ class ActionConfig:
     executes nothing, so only earlier rewards count; noop: the turn is used up and the agent is told the reason."""
 
     def parse(self, text: str, cut: bool = False) -> ParsedAnswer:
-        """Read an answer with `parse_answer`; one that was truncated at the length limit has no action."""
+        """Read a response with `parse_answer`; a response truncated at the length limit has no action."""
         # what can be read of it may be a part of another action
         if cut:
             return ParsedAnswer(error=CUT, detail="the answer was cut at the limit of its length")
@@ -153,7 +153,7 @@ def find_format(name: str) -> ActionFormat:
 
 
 def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: int = 1) -> ParsedAnswer:
-    """Read the actions of an answer; a leading thinking block, <think> to </think>, is part of the thought.
+    """Read the actions of a response; a leading thinking block, <think> to </think>, is part of the thought.
 
     Args:
         text: the answer, of any length.
@@ -198,16 +198,16 @@ def write_answer(actions: Sequence[Action], format: str, thought: str = "") -> s
 
 
 PARSE_ERRORS: dict[str, str] = {
-    "empty": "The answer has no text outside its thinking.",
-    "too_long": "The answer or an action exceeds the maximum length.",
-    "unfinished_thought": "The answer ends inside its thinking.",
-    "no_action": "Nothing in the answer looks like an action of the format.",
+    "empty": "The response has no text outside its thinking.",
+    "too_long": "The response or an action exceeds the maximum length.",
+    "unfinished_thought": "The response ends inside its thinking.",
+    "no_action": "Nothing in the response looks like an action in this format.",
     "malformed": "An action was started but cannot be read.",
     "wrong_shape": "The action has no name, or its arguments have the wrong form.",
     "bad_number": "A number is NaN, infinite or larger than 1e15.",
     "duplicate": "A key or an argument is given twice.",
     "too_deep": "Lists and objects nest deeper than 8.",
-    "too_many": "The answer has more actions than allowed; strict only.",
+    "too_many": "The response has more actions than allowed; strict only.",
     "extra_text": "There is extra text where the format allows none; strict only.",
 }
 

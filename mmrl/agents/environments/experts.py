@@ -92,7 +92,7 @@ class ExpertTurn:
 
     observation: Observation
     action: Action
-    """`text` is the answer in the requested format."""
+    """`text` is the response in the requested format."""
     info: Mapping[str, Any]
     """Info of the step."""
 

@@ -80,7 +80,7 @@ class TextAction:
         """The text, within the space's characters and lengths; raises NotExecutableError."""
         text = action.arguments.get("text", action.name)
         if set(action.arguments) - {"text"} or not isinstance(text, str):
-            raise NotExecutableError("The action is a text, with no arguments beside it.")
+            raise NotExecutableError("The action is a text, with no arguments next to it.")
         if text not in self._space:
             low, high = self._space.min_length, self._space.max_length
             raise NotExecutableError(f"The text must have {low} to {high} characters, of those that are allowed.")

@@ -73,7 +73,7 @@ class ReplayConfig:
     max_age: int | None = rare(bounded(None, at_least=1))
     """Number of steps after which a stored trajectory expires; null = never."""
     memory_mb: int = rare(bounded(4096, at_least=1))
-    """Maximum size of the buffer in 10^6 bytes; every process holds a copy. Beyond it, the oldest trajectories of all
+    """Maximum size of the buffer in 10^6 bytes; every process has a copy. Beyond it, the oldest trajectories of all
     tasks are evicted."""
 
 

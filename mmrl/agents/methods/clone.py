@@ -72,7 +72,7 @@ class AgentCloneConfig(AgentParts, BaseRunConfig):
 
 
 class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
-    """Maximum likelihood of an expert's answers."""
+    """Maximum likelihood of an expert's responses."""
 
     config: AgentCloneConfig
     own_loss = "sft"
@@ -91,7 +91,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
             )
 
     def batch(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams, step: Step) -> Rollouts:
-        """Run the expert on each task; the rows hold its answers and its returns."""
+        """Run the expert on each task; the rows contain its responses and returns."""
         episodes = self.demonstrations(policy, tasks, streams)
         self._note(episodes)
         kept = [number for number, episode in enumerate(episodes) if episode.has_result]
@@ -109,7 +109,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
         return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
 
     def demonstrations(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams) -> list[Episode]:
-        """An episode of each task, with the answers to be learned."""
+        """An episode of each task, with the responses to learn."""
         seeds, writer = streams.seeds(len(tasks), 1).tolist(), self.writer(policy)
         return [self._play(policy, writer, task, seed) for task, seed in zip(tasks, seeds, strict=True)]
 

@@ -123,7 +123,7 @@ class Writer:
         return Conversation(task, [_Part(first, observation, task.instruction)])
 
     def answer(self, conversation: Conversation, ids: list[int]) -> None:
-        """Append the tokens of an answer."""
+        """Append the tokens of a response."""
         # the sampled tokens stay in the trajectory; only the history for later turns loses its thoughts
         spoken = self._spoken(conversation.parts[-1].prompt, ids) if self._config.drop_thoughts else None
         conversation.parts.append(_Part(text_prompt(torch.tensor(ids, dtype=torch.int64)), spoken=spoken))
@@ -336,7 +336,7 @@ class TokenTable:
     mask: Tensor
     """(B, T) float32, 1 on sampled tokens."""
     logp: Tensor
-    """(B, T) float32, 0 where nothing was sampled."""
+    """(B, T) float32, 0 if nothing was sampled."""
     turn: Tensor
     """(B, T) int64, -1 on padding."""
     inserts: list[tuple[Insert, ...]]
@@ -383,7 +383,7 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     """The environment's reward of each turn."""
     seconds: list[float] = field(default_factory=list, compare=False)
-    """Time of each turn: sampling the answers of all running episodes, plus this episode's actions."""
+    """Time of each turn: sampling the responses of all running episodes, plus this episode's actions."""
     anchors: list[int] = field(default_factory=list)
     """The observation before each turn, as `mmrl.agents.rollout.episodes` numbers it."""
     gains: list[float] = field(default_factory=list)
@@ -406,7 +406,7 @@ class Episode:
     """Reason why it has no result, in one line."""
     success: bool = False
     finish: str = ""
-    """Reason why the last answer ended: "eos", "stop" or "length"."""
+    """Reason why the last response ended: "eos", "stop" or "length"."""
     final_answer: str = ""
     """The argument `answer` of its last action, as of `finish`; empty without one."""
     last: Observation = field(default_factory=Observation)

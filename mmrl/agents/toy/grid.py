@@ -45,7 +45,7 @@ MOVES: dict[str, Cell] = {"up": Cell(-1, 0), "down": Cell(1, 0), "left": Cell(0,
 
 @dataclass(frozen=True)
 class GridLayout:
-    """The constants of an episode."""
+    """The fixed layout of an episode."""
 
     size: int
     start: Cell
@@ -175,7 +175,7 @@ class GridWorld(gymnasium.Env[dict[str, Any], Any]):
         min_distance: minimum length of the shortest path; from 8 on, credit over time matters.
         max_distance: maximum length of the shortest path; None for any.
         max_steps: moves after which the episode is truncated.
-        winds: by task name, the share of moves in which the wind moves the agent along a shortest path instead. The
+        winds: by task name, the fraction of moves in which the wind moves the agent along a shortest path instead. The
             mission mentions the wind, the image does not show it. None for a world without.
         text: whether the observation is the state in words instead of mission and image.
         render_mode: only rgb_array, the image of the observation.

@@ -59,7 +59,7 @@ def is_critical(before: str, strategy: str, after: str) -> float:
 
 
 def _sell(messages: Sequence[Mapping[str, str]], seed: int) -> tuple[str, float, bool]:
-    """The seller's last line, the share of the price that was saved, and whether the dialogue is over."""
+    """The seller's last line, the fraction of the price that was saved, and whether the dialogue is over."""
     seller = Seller()
     found: tuple[str, float, bool] = (seller.reset({}, seed), 0.0, False)
     for message in messages:

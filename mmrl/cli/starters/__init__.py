@@ -46,7 +46,7 @@ def write_starter(
         model: model to name; None for the starter's own.
         data: data to name; None for the starter's own.
         reward: the user's reward as FILE.py:function or module:function; None for a built-in one that fits the rows, or
-            where none does a function to fill in, in a file beside this one.
+            if none does a function to fill in, in a file next to this one.
         device: cpu or cuda, the machine that the run is for.
         force: overwrite the files.
 
@@ -73,7 +73,7 @@ def write_starter(
 
 
 def _text_for(name: str, device: str) -> str:
-    """The text of a starter, for a machine without a GPU where there is one."""
+    """The text of a starter, for a machine without a GPU if there is one."""
     own = Path(__file__).with_name(f"{name}_cpu.yaml")
     place = own if device == "cpu" and own.is_file() else Path(__file__).with_name(f"{name}.yaml")
     return place.read_text(encoding="utf-8")

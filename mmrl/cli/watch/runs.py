@@ -19,7 +19,7 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.files import LONGEST_LINE, is_file, last_line, open_file, read_json_object, read_text, read_yaml
-from mmrl.report.gallery import readable
+from mmrl.report.gallery import question, readable, readable_answer
 from mmrl.runs.folder import DONE, LOCK_FILE, NOTHING_LEARNED
 from mmrl.runs.metrics import STAGES, STAGES_BETWEEN, label, measured
 from mmrl.runs.records import STEP_NAME, iterate_jsonl, parsed_line, read_warnings
@@ -317,11 +317,13 @@ def interval_text(values: Sequence[Any], share: bool, sign: str = "") -> str:
 def _sample(row: Mapping[str, Any], folder: str) -> dict[str, Any]:
     names = {key: value for key in ("images", "outputs") if isinstance(value := row.get(key), list)}
     paths = {key: [f"samples/{folder}/{name}" for name in value] for key, value in names.items()}
-    texts = {key: readable(value) for key, value in row.items() if isinstance(value, str)}
+    found = {key: value for key, value in row.items() if isinstance(value, str)}
+    texts = {key: (readable_answer if key == "response" else readable)(value) for key, value in found.items()}
+    texts["question"] = question(found.get("prompt", ""))
     numbers = {key: row.get(key) for key in ("reward", "advantage", "correct")}
     terms = row.get("terms")
     return {
-        **{key: texts.get(key, "") for key in ("id", "prompt", "response", "answer", "finish")},
+        **{key: texts.get(key, "") for key in ("id", "question", "prompt", "response", "answer", "finish")},
         **{key: value for key, value in numbers.items() if isinstance(value, int | float)},
         "terms": terms if isinstance(terms, dict) else {},
         **{key: [path for path in value if SERVED.fullmatch(path)] for key, value in paths.items()},

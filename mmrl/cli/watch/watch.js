@@ -3,6 +3,7 @@
 import { draw, h, number, setCursor, sharedPath, swatch } from "./draw.js";
 
 const EVERY_MS = 2000, FIRST = 4, LISTED = 10;
+const FOLDED = { characters: 600, lines: 12 };
 const MARKS = { running: "● running", finished: "✓ finished", failed: "✕ failed", stopped: "■ stopped", waiting: "○ waiting" };
 const TONES = { finished: "good", failed: "bad", stopped: "bad" };
 const at = (id) => document.getElementById(id);
@@ -69,9 +70,11 @@ function fillCard(card, run) {
     run.updated ? `updated ${duration(clock - run.updated)} ago` : null,
   ].filter(Boolean).join(" · ");
   const total = run.stages.reduce((sum, [, seconds]) => sum + seconds, 0);
+  // a label that does not fit into its part is only in the title
+  const fits = (stage, seconds) => seconds / total > 0.012 * `${stage} ${number(seconds)} s`.length;
   const stages = h("div", { class: "stages", role: "img", "aria-label": `Seconds of the newest step: ${run.stages.map(([stage, seconds]) => `${stage} ${seconds}`).join(", ")}` },
     ...run.stages.map(([stage, seconds]) => {
-      const part = h("span", { title: `${stage}: ${number(seconds)} s` }, `${stage} ${number(seconds)} s`);
+      const part = h("span", { title: `${stage}: ${number(seconds)} s` }, fits(stage, seconds) ? `${stage} ${number(seconds)} s` : "");
       part.style.flex = `${seconds / total} 1 0`;
       return part;
     }));
@@ -188,7 +191,8 @@ function taskCard(run, rows) {
   return h("div", { class: rows.length > 1 ? "card whole" : "card" },
     h("p", { class: "soft small" }, first.id),
     pictures(run, first.images ?? [], "image of the task"),
-    h("div", { class: "text" }, first.prompt),
+    h("div", { class: "text" }, first.question),
+    first.question === first.prompt ? "" : h("details", { class: "small" }, h("summary", {}, "the prompt as the model saw it"), h("div", { class: "text" }, first.prompt)),
     first.answer ? h("p", { class: "small" }, h("span", { class: "soft" }, "reference: "), first.answer) : "",
     h("div", { class: "answers" }, ...rows.map((row) => answer(run, row))));
 }
@@ -200,11 +204,19 @@ function answer(run, row) {
     ...Object.entries(row.terms).map(([term, value]) => `${term} ${number(value)}`),
     row.finish || null,
   ].filter(Boolean).join(" · ");
-  const verdict = row.correct === undefined ? "" : h("b", { class: row.correct ? "good" : "bad" }, row.correct ? "✓ right " : "✕ wrong ");
+  const verdict = row.correct === undefined ? "" : h("b", { class: row.correct ? "good" : "bad" }, row.correct ? "✓ correct " : "✕ incorrect ");
   return h("div", {},
     pictures(run, row.outputs ?? [], "drawn image"),
-    row.response ? h("div", { class: "text" }, row.response) : "",
+    row.response ? response(row.response) : "",
     h("p", { class: "small" }, verdict, h("span", { class: "soft" }, facts)));
+}
+
+// Long responses, such as those of a model that repeats itself to the limit, open on request.
+function response(text) {
+  const lines = text.split("\n");
+  if (text.length <= FOLDED.characters && lines.length <= FOLDED.lines) return h("div", { class: "text" }, text);
+  const head = lines.slice(0, FOLDED.lines).join("\n").slice(0, FOLDED.characters / 2);
+  return h("details", {}, h("summary", {}, `${head} … (${text.length.toLocaleString("en")} characters)`), h("div", { class: "text" }, text));
 }
 
 function pictures(run, paths, title) {
@@ -235,13 +247,13 @@ async function update() {
       document.title = running === 1 ? title(overview.runs.find((run) => run.state === "running")) : "mmrl watch";
     }
   } catch (error) {
-    at("state").textContent = `no answer: ${error.message}. Is \`mmrl watch\` still running?`;
+    at("state").textContent = `no response: ${error.message}. Is \`mmrl watch\` still running?`;
   }
   setTimeout(update, wait);
 }
 
 function title(run) {
-  return run.steps ? `${Math.floor((100 * run.step) / run.steps)} % ${run.name}` : run.name;
+  return run.steps ? `${Math.floor((100 * run.step) / run.steps)}% ${run.name}` : run.name;
 }
 
 at("slider").addEventListener("input", () => {

@@ -67,7 +67,7 @@ def default_critic() -> CriticTraining:
 
 
 def default_objective() -> ObjectiveConfig:
-    """Mean over answers of the sum of their tokens' log-probabilities, weighted by the advantage."""
+    """Mean over responses of the sum of their tokens' log-probabilities, weighted by the advantage."""
     return ObjectiveConfig(preset="sft", aggregation={"kind": "sequence_sum"})
 
 

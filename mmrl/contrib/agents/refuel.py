@@ -2,7 +2,7 @@
 
 In each step, which is an iteration of the paper's algorithm 1, the policy holds one dialogue for each task. A turn h is
 drawn uniformly, and the dialogue is repeated up to h: the environment, a simulated user, hears the same answers again.
-There the policy answers anew and finishes the dialogue. The two answers of turn h are a pair,
+There the policy answers again and finishes the dialogue. The two answers of turn h are a pair,
 
     loss = mean of ([log pi(y) - log pi_t(y)] - [log pi(y') - log pi_t(y')] - eta (r - r'))^2,
 

@@ -244,7 +244,7 @@ class OnlinePreferenceRecipe(VlmRecipe):
         return pairs.replace(mask=mask, advantage=side[:, None] * mask, extras=extras)
 
     def _note(self, learnt: list[float], own: list[float] | None) -> None:
-        """Log how many pairs of all processes are learnt, and how many of those the policy won."""
+        """Log how many pairs of all processes are learned, and how many of those the policy won."""
         won = sum(mine * used for mine, used in zip(own or [0.0] * len(learnt), learnt, strict=True))
         # every process must make this call, with or without learnt pairs
         used, number, wins = map(sum, zip(*gather_object([(sum(learnt), len(learnt), won)]), strict=True))

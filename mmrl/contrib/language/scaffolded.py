@@ -128,7 +128,7 @@ class Scaffold(Replacing):
         """The exchange."""
         settings = self.settings
         return (
-            f"from step {settings.warmup_steps + 1} on, where no sample is right: the right answer with the fewest "
+            f"from step {settings.warmup_steps + 1} on, if no sample is right: the right answer with the fewest "
             f"hints takes the place of one, scored behind the {settings.prompt} prompt"
         )
 

@@ -1,4 +1,4 @@
-"""SPO: advantages of segments of an answer, from Monte Carlo values of where they begin and end (arXiv 2505.23564).
+"""SPO: advantages of segments of a response, from Monte Carlo values at their beginning and end (arXiv 2505.23564).
 
 chain: an answer is cut before every `interval`-th of its uncertain tokens, those sampled with less than `probability`.
 The value of a cut is the mean reward of `rollouts` answers that begin with the tokens before it; a cut that several
@@ -131,7 +131,7 @@ def bounds(length: int, cuts: Sequence[Cut], end: float) -> tuple[Tensor, Tensor
 
 
 def chain_cuts(probability: Sequence[float], below: float, interval: int) -> list[int]:
-    """Numbers of tokens before the cuts of an answer whose tokens have these probabilities."""
+    """Numbers of tokens before the cuts of a response whose tokens have these probabilities."""
     # the first uncertain token begins a segment too
     return [place for place, value in enumerate(probability) if value < below][::interval]
 
@@ -296,7 +296,7 @@ class SegmentRecipe(VlmRecipe):
         return {VALUE_BEFORE: found[0], VALUE_AFTER: found[1]}
 
     def _value(self, payload: VlmPayload, states: Sequence[tuple[int, ...]], step: Step) -> list[float]:
-        """Mean reward of answers that begin with given tokens behind the group's prompt; NaN where none was scored."""
+        """Mean reward of answers that begin with given tokens behind the group's prompt; NaN if none was scored."""
         (policy, streams), count = self._asked, self.config.segment.rollouts
         if not states:
             return []

@@ -201,7 +201,7 @@ class Entailment(Judge):
             wanted = "entailment" if settings.strict else "entailment and contradiction"
             raise UserError(
                 f"meaning.model {settings.model!r} classifies into {', '.join(map(str, classes.values()))}, but "
-                f"{wanted} must be among the classes that its config.json names; use a model for language inference"
+                f"{wanted} must be among the classes in its config.json; use a model for language inference"
             )
 
     def same(self, texts: Sequence[str], question: str) -> Same:

@@ -101,7 +101,7 @@ class Bapo(StepClip):
                 yield f"{where}.{name}_max {last:g} must not lie below {where}.{name} {first:g}"
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
-        """See `Clip`; the bounds are those of the optimiser step, or of these rows where nobody has settled them."""
+        """See `Clip`; the bounds are those of the optimiser step, or of these rows if they have not been set."""
         if not rollouts.extras.keys() >= set(BOUNDS):
             rollouts = self.settle([self.survey(log_ratio, advantage, rollouts.loss_mask)], rollouts)
         low, high = (rollouts.extras[key].to(log_ratio.dtype)[:, None] for key in BOUNDS)

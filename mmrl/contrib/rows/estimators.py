@@ -42,7 +42,7 @@ advantage."""
 
 
 def group_means(x: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """Mean (B,) of the valid x (B,) in each row's group, 0 without one; exactly x where these are all equal."""
+    """Mean (B,) of the valid x (B,) in each row's group, 0 without one; exactly x if these are all equal."""
     size = len(group)
     mean = group_sum(torch.where(valid, x, 0.0), group, size) / group_sum(valid.to(x.dtype), group, size).clamp(min=1)
     low, high = group_extremes(x, group, valid, size)
@@ -269,8 +269,8 @@ def semantic_entropy(
         answer: (B,) int64, rows of a group with the same meaning share a number.
         group: (B,) int64, 0..N-1.
         valid: (B,) bool, rows that take part.
-        logp: (B,) log-likelihoods in nats, usually means over tokens; p(meaning) is then the share of its rows in the
-            likelihood of the group. None counts rows.
+        logp: (B,) log-likelihoods in nats, usually means over tokens; p(meaning) is then its rows' fraction of the
+            group's likelihood. None counts rows.
         over_clusters: Averages -log p(meaning) over meanings, a Monte Carlo estimate, not weighted by p(meaning).
 
     Source: Farquhar et al., Nature 630 (2024); jlko/semantic_uncertainty semantic_entropy.py.
@@ -458,12 +458,12 @@ class EarlyCode(Advantage):
 
 
 def spread(rows: Tensor, rollouts: Rollouts) -> Tensor:
-    """Advantages (B, T) of rows (B,), 0 where nothing is trained."""
+    """Advantages (B, T) of rows (B,), 0 for decisions that are not trained."""
     return torch.where(rollouts.loss_mask > 0, rows[:, None], 0.0)
 
 
 def extra(rollouts: Rollouts, name: str, kind: str) -> Tensor:
-    """Data (B,) that a block needs; raises ValueError where they are missing."""
+    """Data (B,) that a block needs; raises ValueError if they are missing."""
     return required(rollouts.extras.get(name), f"rollouts.extras['{name}']", f"'{kind}' reads it")
 
 
@@ -539,7 +539,7 @@ class DownSampled(Weight):
         return rollouts.replace(mask=mask, advantage=torch.where(mask > 0, advantage, 0.0))
 
     def _relaxed(self, share: float, state: Any) -> float:
-        """The share of this step."""
+        """The fraction of this step."""
         return share + (1.0 - share) * (min(state[STEPS] / self.relax_steps, 1.0) if self.relax_steps else 0.0)
 
     def _rows(self, rollouts: Rollouts, share: float) -> Tensor:
@@ -636,7 +636,7 @@ ROWS: tuple[Objective, ...] = (
         citation="Chen et al., SEED-GRPO, arXiv 2505.12346, with its linear function",
         verified="hand computation; entropies: jlko/semantic_uncertainty at a8d9aa8cecd5",
         differs="equal final answers mean the same, unless recipe semantic_entropy asks a model; likelihoods are of a "
-        "token on average, and shares of the group; alpha 0.5 is ours, as no public code states one; no focal function",
+        "token on average, and fractions of the group; alpha 0.5 is ours: no public code states one; no focal function",
     ),
     Objective(
         "aspo_tir",

@@ -61,7 +61,7 @@ class XpoPair(BetaPair):
 class NashPair(BetaPair):
     """Policy gradient on the probability of winning against an opponent, with a KL to the reference (arXiv 2312.00886).
 
-    Only the policy's own answer is learnt from. TRL's loss, `beta` the weight of the KL.
+    Only the policy's own answer is learned from. TRL's loss, `beta` the weight of the KL.
     """
 
     kind = "nash"

@@ -156,7 +156,7 @@ class DcpoClip(Clip):
     cap: float = rare(bounded(10.0, at_least=1))
     """Maximum upper bound of the ratio."""
     dual: float | None = rare(bounded(10.0, above=1))
-    """Bound c on the loss -A c where the advantage is negative; none switches it off."""
+    """Bound c on the loss -A c for negative advantages; null disables it."""
 
     def of_rollouts(self, log_ratio: Tensor, outputs: PolicyOutputs, advantage: Tensor, rollouts: Rollouts) -> Loss:
         """See `Clip`; the old probabilities are those of `rollouts`."""
@@ -275,7 +275,7 @@ class BundledRisk(Advantage):
 
         A = (((x - a)+ - (x - b)+) / (high - low) - mix (a - x)+ / low) / (1 + mix) / std of the bundle's x,
 
-    where (.)+ is 0 below 0, and each answer of the paper gets its share of A.
+    where (.)+ is 0 below 0, and each answer of the paper gets its fraction of A.
 
     Source: RiskPO, arXiv 2510.00911; RTkenny/RiskPO verl/trainer/ppo/core_algos.py
         compute_grpo_bundle_rvar_outcome_advantage_quantile_tracking, and the tracker in ray_trainer.py.
@@ -370,7 +370,7 @@ class BundledRisk(Advantage):
     def formula(self) -> str:
         natural = " + a - b" if self.natural else ""
         share = {
-            "share": ", times its share of R - mean_g R in the paper",
+            "share": ", times its fraction of R - mean_g R in the paper",
             "uniform": "",
             "deviation": f", over std_g R + {EPS:g} (over 1 where std_g R is at most 0.001)",
         }

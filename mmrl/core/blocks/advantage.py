@@ -238,7 +238,7 @@ class Advantage(Block):
     """Turns the rewards of all rows of a rollout step into advantages."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """Advantages (B, T), 0 where nothing is trained, without gradient."""
+        """Advantages (B, T), 0 if nothing is trained, without gradient."""
         raise NotImplementedError
 
     @property
@@ -412,7 +412,7 @@ class AdvantageScaling(Block):
     """Factor applied after clipping (AWM: 0.2 after a clip of 5, so that advantages stay within +-1)."""
 
     def __call__(self, advantage: Tensor, rollouts: Rollouts) -> Tensor:
-        """Scaled advantages (B, T), 0 where nothing is trained."""
+        """Scaled advantages (B, T), 0 if nothing is trained."""
         # over the whole rollout step, of all processes: compute_advantages gets every row
         advantage = WHITENINGS[self.whiten](advantage, rollouts, self.eps_to)
         if self.clip is not None:

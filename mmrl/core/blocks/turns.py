@@ -38,7 +38,7 @@ class Weight(Block):
     """Whether it also multiplies each decision's divergence in the loss."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """Weights (B, T), at least 0, of rollouts with advantages; no gradient, any value where nothing is trained."""
+        """Weights (B, T), at least 0, of rollouts with advantages; no gradient, any value if nothing is trained."""
         raise NotImplementedError
 
     def thinned(self, rollouts: Rollouts, state: Any) -> Rollouts:

@@ -37,7 +37,7 @@ ROWS = (
         "robust_dpo",
         RobustPair(beta=0.1, label_smoothing=0.1),
         SumScore(),
-        claim="an unbiased loss tolerates a known share of flipped preferences",
+        claim="an unbiased loss tolerates a known fraction of flipped preferences",
         citation="Chowdhury et al., Provably Robust DPO, arXiv 2403.00409; beta 0.1 as in TRL",
         verified="trl 1.16.0",
     ),

@@ -55,7 +55,7 @@ def decoupled_advantages(
         state: What `objective.state()` returned at the start of the run, for blocks that remember earlier steps.
 
     Returns:
-        A copy with `advantage` (B, T), 0 where nothing is trained.
+        A copy with `advantage` (B, T), 0 if nothing is trained.
 
     Raises:
         ValueError: The objective knows the summed reward only, see `check_decoupled`, or the rows have rewards of

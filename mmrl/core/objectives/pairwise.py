@@ -287,7 +287,7 @@ class PreferenceObjective:
         return pair_rows(rollouts) if self.loss.paired else side_rows(rollouts)
 
     def _kept(self, valid: Tensor, chosen: Tensor, rejected: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of the preferred and of the rejected sides are learnt from: those with a score, and pairs whole."""
+        """Which of the preferred and of the rejected sides are learned from: those with a score, and pairs whole."""
         both = valid[chosen], valid[rejected]
         # a pair with one empty side teaches nothing about preferring the other
         return (both[0] & both[1],) * 2 if self.loss.paired else both

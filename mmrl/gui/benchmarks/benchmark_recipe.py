@@ -128,7 +128,7 @@ def score_answer(parsed: ParsedPoints, sample: GroundingSample, space: Coordinat
     """Compare a response with its target.
 
     A point outside the image is a miss; nothing is clipped, which would reward answers at the border. A refusal, all
-    coordinates negative, is right only where nothing is to be found.
+    coordinates negative, is right only if nothing is to be found.
     """
     groups = sample.meta.get("groups", {})
     # The parser `reference` accepts items that are not pairs of numbers.

@@ -1,7 +1,7 @@
 """AEPO: screen grounding with several points, an adaptive exploration reward and leave-one-out advantages.
 
 A policy that is sure of a wrong element fails in all samples of a group and learns nothing. AEPO lets one response
-give N points, ordered by preference, and pays 1/sqrt(N k) where the k-th is the first inside the target and -1/N where
+give N points, ordered by preference, and pays 1/sqrt(N k) where the k-th is the first inside the target and -1/N if
 none is (plus 1 for the format; -1 for a wrong format or three points on a line), so a group explores more elements
 than it has samples, and a right element moves from a later rank to the first.
 

@@ -1,6 +1,6 @@
 """Rewards for grounding responses with one or several points: AEPO's, naive RLVR's and a binary one.
 
-AEPO's efficiency reward is utility over cost: +1 where one of N answers is inside the target and -1 where none is,
+AEPO's efficiency reward is utility over cost: +1 where one of N answers is inside the target and -1 if none is,
 over the geometric mean of N proposals and k verifications (k is the rank of the first answer inside, N on failure).
 The total is format + accuracy, both of weight 1, and -1 for an answer in another format or with three points on a line.
 

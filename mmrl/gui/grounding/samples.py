@@ -104,7 +104,7 @@ class GroundingSample:
     model_wh: Size | None = None
     """(width, height) that the model sees; None until `fitted` is called."""
     meta: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns: kind of instruction, platform, seed."""
+    """Additional columns: kind of instruction, platform, seed."""
 
     def fitted(self, resize: Resize) -> GroundingSample:
         """The same sample with the size that a model sees; raises ValueError for an unusable shape."""

@@ -200,7 +200,7 @@ def _form(sheet: _Sheet) -> None:
 
 
 def _side(sheet: _Sheet) -> None:
-    """Navigation at the left, a list beside it, and actions below the list."""
+    """Navigation at the left, a list next to it, and actions below the list."""
     navigation = [*sheet.page.navigation, *sheet.page.toolbar]
     left = sheet.pad + max(sheet.width_of(control.label) for control in navigation) + 3 * sheet.pad
     sheet.column(navigation, sheet.pad, sheet.pad)

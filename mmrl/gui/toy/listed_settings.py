@@ -58,7 +58,7 @@ class ListedSettings:
         if not 1 <= tabs <= len(settings.TABS):
             raise UserError(f"tabs is {tabs}; expected 1 to {len(settings.TABS)}")
         if not 1 <= wanted <= 2 * tabs:
-            raise UserError(f"wanted is {wanted}; a page with {tabs} tabs has 1 to {2 * tabs} switches")
+            raise UserError(f"wanted is {wanted}; a page with {tabs} tabs supports 1 to {2 * tabs} switches")
         if max_steps < 1:
             raise UserError(f"max_steps is {max_steps}; must be at least 1")
         self._wanted, self._tabs, self._max_steps = wanted, tabs, max_steps

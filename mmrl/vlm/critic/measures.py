@@ -33,12 +33,14 @@ class CriticEvaluationConfig(VlmEvaluationConfig):
             if not rewards:
                 raise ValueError(
                     f"evaluation.{key} is set, but rewards is empty, so answers cannot be scored; add a reward such "
-                    "as exact")
+                    "as exact"
+                )
             if unknown := sorted(set(part.splits) - set(splits)):
                 known = ", ".join(splits) or "none"
                 raise ValueError(
                     f"evaluation.{key}.splits contains unknown splits: {', '.join(unknown)}; splits of eval_data: "
-                    f"{known}")
+                    f"{known}"
+                )
 
     def extra_measures(self) -> ExtraMeasures:
         """See `VlmEvaluationConfig`; loads the frozen reasoner if there is one."""

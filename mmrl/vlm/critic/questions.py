@@ -72,7 +72,7 @@ def _last_user_turn(task: VlmTask) -> int:
 
 
 def write_questions(path: str | Path, rows: Sequence[tuple[VlmTask, VlmTask, dict[str, Any]]]) -> Path:
-    """Write rows of a .jsonl file: the task whose images and videos a question shows, the question, further columns."""
+    """Write rows of a .jsonl file: the task whose images and videos a question shows, the question, other columns."""
     media, left, written = Path(path).with_suffix("").name, iter(rows), dict[str, list[str]]()
 
     def save(folder: Path, stem: str) -> dict[str, Any]:

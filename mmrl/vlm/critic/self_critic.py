@@ -207,7 +207,7 @@ class _Candidate:
 
 
 def _candidates(task: VlmTask, responses: Sequence[str]) -> list[_Candidate]:
-    """Different final answers: marked ones, else whole responses; those without one only where no response has one."""
+    """Different final answers: marked ones, else whole responses; those without one only if no response has one."""
     asked = question_text(task)
     answers = [read_answer(text, asked) for text in responses]
     # marks are optional only if nobody used them
@@ -333,7 +333,7 @@ class SelfCriticMeasure(Measure[VlmTask]):
 
 
 def judgement_metrics(choices: Sequence[Choice]) -> dict[str, float]:
-    """Statistics of the judgements behind some choices."""
+    """Statistics of the judgements that led to some choices."""
     if not choices:
         return {}
     verdicts = [verdict for chosen in choices for verdict in chosen.verdicts]

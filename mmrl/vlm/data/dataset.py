@@ -1,4 +1,4 @@
-"""Visual questions from files and data sets with the columns of TRL or of EasyR1, and how to write such files.
+"""Visual questions from files and datasets with TRL's or EasyR1's columns, and how to write such files.
 
 TRL: `prompt` (text or chat turns), `image` or `images`, every other column goes to the rewards.
 EasyR1: `problem`, `answer`, `images` and literal `<image>` / `<video>` marks in the text; R1-V: the same without marks.
@@ -47,9 +47,11 @@ def write_rows(path: Path, count: int, make_row: MakeRow) -> Path:
 
 
 def write_media_rows(path: Path, count: int, save: Callable[[Path, str], dict[str, Any]]) -> Path:
-    """Write rows with their media in a temporary folder and rename, since parallel runs may build the same file."""
+    """Write rows with their media in a temporary folder and rename it, since parallel runs may build the same file."""
     if path.suffix != ".jsonl":
-        raise ValueError(f"the questions go to a .jsonl file, with their media in a folder next to it; got {path}")
+        raise ValueError(
+            f"the questions are written to a .jsonl file, with their media in a folder next to it; got {path}"
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", dir=path.parent))
     rows = [{"id": f"{path.stem}-{index:05d}", **save(partial, f"{index:05d}")} for index in range(count)]
@@ -75,14 +77,14 @@ def _place_media(partial: Path, folder: Path, lines_path: Path) -> None:
             return
         lines_path.unlink()
         raise ValueError(
-            f"the media of {folder.with_suffix('.jsonl')} go into {folder}, which has other content: remove "
-            "it, or choose another name for the file (another output_dir, where it is the folder of this run)"
+            f"the media of {folder.with_suffix('.jsonl')} would be written to {folder}, which has other content; "
+            "remove it, or choose another file name (or another output_dir, if this is the run folder)"
         ) from error
 
 
 PROMPT_KEYS = ("prompt", "problem", "question", "instruction")
 CHAT_KEYS = ("messages", "conversations")
-"""Columns of whole conversations, whose last turn may be the answer."""
+"""Columns with whole conversations, whose last turn may be the answer."""
 ANSWER_KEYS = ("answer", "solution", "ground_truth")
 VERL_ANSWER = ("reward_model", "ground_truth")
 IMAGE_KEYS = ("images", "image")
@@ -90,51 +92,51 @@ VIDEO_KEYS = ("videos", "video")
 OWN_OPTIONS = ("path", "split", "build", "build_options", "max_tasks", "budgets")
 """Options that a held-out split does not inherit from `data`."""
 BUDGET = "budget"
-"""Column with a question's budget of tokens."""
+"""Column with a question's token budget."""
 MAX_PROMPT_CHARS = 200_000
 
 
 @dataclass
 class DataConfig(RowsConfig):
-    """Source of the questions and how their rows are read."""
+    """Source of the questions, and how to read its rows."""
 
     path: str = MISSING
     """A .jsonl, .json or .parquet file, a folder written by datasets.save_to_disk, or a hub id."""
     prompt_key: str | None = None
-    """Column of the question; empty: the first of prompt, problem, question, instruction, messages, conversations that
-    exists. Of the last two, which hold whole conversations, the last turn of the assistant becomes the column
+    """Column with the question. Default: the first of prompt, problem, question, instruction, messages, conversations
+    that exists. messages and conversations contain whole conversations; their last assistant turn becomes the column
     `completion`."""
     answer_key: str | None = None
-    """Column of the answer (dots reach into nested columns), passed to the rewards as `answer`; empty: the
-    first of answer, solution, ground_truth, reward_model.ground_truth that exists."""
+    """Column with the answer (dots access nested columns), passed to the rewards as `answer`. Default: the first of
+    answer, solution, ground_truth, reward_model.ground_truth that exists."""
     image_key: str | None = None
-    """Column of the image or images; empty: images or image."""
+    """Column with the image or images. Default: images or image."""
     video_key: str | None = rare(None)
-    """Column of the video or videos; empty: videos or video."""
+    """Column with the video or videos. Default: videos or video."""
     video: VideoOptions = rare(field(default_factory=VideoOptions))
-    """Frames of videos that the model is shown."""
+    """Which video frames the model sees."""
     image_dir: str | None = rare(None)
-    """Folder that relative image and video paths start from; empty: the folder of the data file."""
+    """Base folder of relative image and video paths. Default: the folder of the data file."""
     system_prompt: str | None = None
-    """Text of a system turn put before the questions that have none."""
+    """Text of a system turn added to questions that have none."""
     format_prompt: str | None = None
     """Jinja text, or path of a .jinja file, that wraps each question: {{ content }} is replaced by its text."""
     text_only: bool | None = rare(None)
-    """Whether questions without image are fine; empty: yes where images are marked in the text or the row's
-    image list is empty, no where the data set gives images by column only."""
+    """Whether questions without an image are allowed. Default: yes if the texts mark images or the row's image list is
+    empty, no if the dataset only provides images by column."""
     budgets: list[int] = rare(field(default_factory=list))
-    """Ask each question once for each of these numbers of tokens: it is written at the end of the question, and passed
-    to the rewards as `budget` (HBPO: 512, 1024, 2048, 2560)."""
+    """Ask each question once for each of these token budgets. The budget is written at the end of the question and
+    passed to the rewards as `budget` (HBPO: 512, 1024, 2048, 2560)."""
     max_prompt_chars: int = rare(bounded(MAX_PROMPT_CHARS, at_least=1))
-    """Longest question in characters, checked before it is tokenised."""
+    """Maximum question length in characters, checked before tokenisation."""
     max_image_pixels: int = rare(image_pixels_option())
-    """Largest image or video frame in pixels, checked by its header before it is decoded."""
+    """Maximum size of an image or video frame in pixels, checked from the header before decoding."""
     on_bad_row: str = rare(choice("error", BAD_ROWS))
-    """error: stop at the first bad row with an error that names it; skip: count and log bad rows, use the rest."""
+    """error: stop at the first bad row and report it; skip: count and log bad rows, and use the rest."""
 
 
 LoadedTasks: TypeAlias = LoadedRows[VlmTask]
-"""The usable questions, and the rows that were left out; kinds of problems are those of `TASK_ERRORS`."""
+"""The usable questions and the skipped rows; the kinds of problems are the keys of `TASK_ERRORS`."""
 
 
 @dataclass
@@ -152,7 +154,7 @@ class _Layout:
 
 
 def load_tasks(config: DataConfig) -> LoadedTasks:
-    """Read all tasks of a data set and check each row; images are opened later, by `VlmTask.load_images`.
+    """Read all tasks of a dataset and check each row; images are opened later, by `VlmTask.load_images`.
 
     Args:
         config: Where the data is and how to read it.
@@ -186,8 +188,9 @@ def _find_layout(config: DataConfig, good: list[DataRow]) -> _Layout:
     prompt = _find_key(config.prompt_key, (*PROMPT_KEYS, *CHAT_KEYS), columns, "prompt_key")
     if prompt is None:
         raise UserError(
-            f"{config.path} has no column for the question ({', '.join((*PROMPT_KEYS, *CHAT_KEYS))}); its columns are "
-            f"{', '.join(columns)}; set data.prompt_key to one with texts or chat turns (tokens are not read)"
+            f"{config.path} has no question column ({', '.join((*PROMPT_KEYS, *CHAT_KEYS))}); its columns are "
+            f"{', '.join(columns)}; set data.prompt_key to a column with texts or chat turns (token ids are not "
+            "supported)"
         )
     answer = _find_key(config.answer_key, ANSWER_KEYS, columns, "answer_key")
     if answer is None and any(_nested(row.cells, VERL_ANSWER) is not None for row in good):
@@ -300,7 +303,7 @@ def _nested(cells: dict[str, Any], path: Sequence[str]) -> Any:
 
 
 def load_splits(config: Any, prepare: Callable[..., LoadedTasks] | None = None) -> dict[str, Sequence[VlmTask]]:
-    """Load the held-out splits of a configuration, cut to `evaluation.max_tasks` and completed by `prepare`."""
+    """Load the held-out splits of a configuration, truncated to `evaluation.max_tasks` and completed by `prepare`."""
     limit = config.evaluation.max_tasks or None
     splits: dict[str, Sequence[VlmTask]] = {}
     for name, data in config.eval_data.items():
@@ -315,11 +318,11 @@ def load_splits(config: Any, prepare: Callable[..., LoadedTasks] | None = None) 
 
 
 def with_budgets(tasks: Sequence[VlmTask], budgets: Sequence[int]) -> list[VlmTask]:
-    """Each question once for each budget of tokens, which is asked for at its end and kept as its column `budget`."""
+    """Each question once per token budget, which is stated at the end of the question and kept as column `budget`."""
     if not budgets:
         return list(tasks)
     if min(budgets) < 1:
-        raise UserError(f"data.budgets holds {min(budgets)}; a budget is at least 1 token")
+        raise UserError(f"data.budgets contains {min(budgets)}; a budget must be at least 1 token")
     return [_with_budget(task, budget) for task in tasks for budget in budgets]
 
 

@@ -1,4 +1,4 @@
-"""A row's question as chat turns, with content items where its images and videos belong."""
+"""A row's question as chat turns, with content items at the positions of its images and videos."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MEDIA = ("image", "video")
 ROLES = {"human": "user", "gpt": "assistant"} | {
     role: role for role in ("system", "developer", "user", "assistant", "tool", "function", "ipython")
 }
-"""Roles of turns, with ShareGPT's names; templates write any other name into the prompt without a word."""
+"""Roles of turns, with ShareGPT's names; chat templates silently write any other name into the prompt."""
 SOURCE_KEYS = ("bytes", "image", "video", "image_url", "url", "path")
 
 
@@ -31,7 +31,7 @@ class MediaCells:
     videos: Any
     folder: Path
     marked: bool
-    """Whether the data set's texts mark where images go."""
+    """Whether the dataset's texts mark where images go."""
     text_only: bool | None
 
 
@@ -79,7 +79,7 @@ def build_messages(
         _put_media_first(messages, len(images), len(videos))
     elif not marked and not images and not _may_be_text_only(media):
         found = "its image cell is empty or missing" if media.images is None else "its image list is empty"
-        message = f"the row has no image: {found}; set data.text_only=true if questions without image are meant"
+        message = f"the row has no image: {found}; set data.text_only=true if questions without images are intended"
         raise TaskError("missing_image", place, message)
     # every mark needs its file, and every file its mark
     _check_counts(messages, len(images), len(videos), place)
@@ -88,12 +88,12 @@ def build_messages(
 
 
 def split_conversation(turns: Any, place: str) -> tuple[Any, str | None]:
-    """The turns before a last turn of the assistant, and its text; all turns and None if another one is last."""
+    """The turns before a final assistant turn, and its text; all turns and None if the last turn is another role's."""
     if not isinstance(turns, list) or not turns or _turn(turns[-1], str, place)["role"] != "assistant":
         return turns, None
     items = _turn(turns[-1], str, place)["content"]
     if any(item["type"] != "text" for item in items):
-        raise TaskError("bad_prompt", place, "the assistant's last turn, which is the answer, holds more than text")
+        raise TaskError("bad_prompt", place, "the assistant's last turn, which is the answer, contains more than text")
     return turns[:-1], "".join(item["text"] for item in items)
 
 
@@ -105,14 +105,16 @@ def last_turn(task: VlmTask, name: str, cell: Any) -> str:
     asked = [turn["role"] for turn in task.messages if turn["role"] != "system"]
     before = [role for role in roles[:-1] if role != "system"]
     if not roles or roles[-1] != "assistant" or before not in ([], asked):
-        expected = f"a text, or one assistant turn, perhaps behind the question's own turns ({', '.join(asked)})"
+        expected = f"a text, or one assistant turn, optionally after the question's own turns ({', '.join(asked)})"
         found = f"the roles {', '.join(map(str, roles))}" if roles else f"a {type(cell).__name__}"
         raise TaskError("bad_side", task.id, f"column '{name}' has {found}; expected {expected}")
     content = turns[-1].get("content")
     items = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [item.get("text") if isinstance(item, dict) and item.get("type") == "text" else None for item in items]
     if not all(isinstance(text, str) for text in texts):
-        raise TaskError("bad_side", task.id, f"the assistant turn of column '{name}' holds something else than text")
+        raise TaskError(
+            "bad_side", task.id, f"the assistant turn of column '{name}' contains something other than text"
+        )
     return "".join(str(text) for text in texts)
 
 
@@ -129,7 +131,7 @@ def read_template(template: str, option: str = "data.format_prompt") -> str:
     if not template.endswith((".jinja", ".jinja2", ".j2")):
         return template
     if not is_file(expanded(template)):
-        raise UserError(f"{option} names the file {template}, which does not exist")
+        raise UserError(f"{option} is the file {template}, which does not exist")
     return read_text(expanded(template))
 
 
@@ -147,7 +149,7 @@ def make_template(
         sample = compiled.render(places)
     except jinja2.TemplateError as error:
         allowed = ", ".join(f"{{{{ {name} }}}}" for name in places)
-        raise UserError(f"{option}: {error}; it may use {allowed} only") from None
+        raise UserError(f"{option}: {error}; it may only use {allowed}") from None
     for name in names:
         if places[name] not in sample:
             raise UserError(f"{option} never uses {{{{ {name} }}}}, so {lost} would be lost")
@@ -161,7 +163,7 @@ def _turns(prompt: Any, render: Callable[[str], str], place: str) -> list[dict[s
         if not prompt.strip():
             raise TaskError("missing_prompt", place, "the question is blank")
         if _is_written_chat(prompt):
-            message = "the question is a text that spells chat turns in JSON; store the list itself (json.loads)"
+            message = "the question is a string with chat turns in JSON; store the list itself (json.loads)"
             raise TaskError("bad_prompt", place, message)
         return [{"role": "user", "content": split_marks(render(prompt))}]
     if not isinstance(prompt, list):
@@ -199,7 +201,7 @@ def _turn(turn: Any, render: Callable[[str], str], place: str) -> dict[str, Any]
         raise TaskError("bad_prompt", place, f"a chat turn needs a role and a content, found {turn!r:.80}")
     if role not in ROLES.values():
         known = ", ".join(dict.fromkeys(ROLES.values()))
-        raise TaskError("bad_prompt", place, f"a chat turn has the role {role!r}; there are: {known}")
+        raise TaskError("bad_prompt", place, f"a chat turn has the role {role!r}; expected: {known}")
     if isinstance(content, str):
         return {"role": role, "content": split_marks(render(content))}
     items = [_item(item, place) for item in content]
@@ -275,7 +277,7 @@ def _check_counts(messages: list[dict[str, Any]], images: int, videos: int, plac
         if places != found:
             message = (
                 f"the text has {places} <{kind}> place{'s' * (places != 1)} but the row has {found} "
-                f"{kind}{'s' * (found != 1)}; they must be as many"
+                f"{kind}{'s' * (found != 1)}; the numbers must match"
             )
             raise TaskError("placeholder_mismatch", place, message)
 

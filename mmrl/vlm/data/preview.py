@@ -15,15 +15,15 @@ from mmrl.rewards.sum import RewardSum
 from mmrl.vlm.data.task import VlmTask, score_texts
 
 FORMS = ("{}", "\\boxed{{{}}}", "<think>why</think>\\boxed{{{}}}", "<think>why</think><answer>{}</answer>")
-"""Forms in which the right answer is scored."""
+"""Formats in which the correct answer is scored."""
 MARKS = ("<think>", "<answer>", "\\boxed")
-"""Parts of these forms that a prompt asks for by name."""
+"""Parts of these formats that a prompt must mention."""
 SHOWN = 200
-"""Characters of a question."""
+"""Maximum characters of a question to show."""
 
 
 def preview(config: Any, recipe: Any) -> list[str]:
-    """Lines on the questions that a recipe has read.
+    """Lines about the questions that a recipe has read.
 
     Raises:
         UserError: an image that cannot be opened, or a reward that cannot be loaded.
@@ -39,7 +39,7 @@ def preview(config: Any, recipe: Any) -> list[str]:
 
 
 def _first(task: VlmTask, rewards: Sequence[RewardConfig]) -> list[str]:
-    """The first question, and the rewards of its right answer."""
+    """The first question, and the rewards of its correct answer."""
     text = " ".join(item["text"] for turn in task.messages for item in turn["content"] if "text" in item)
     sizes = [f"image {image.width} x {image.height}" for image in task.load_images()]
     shown = ", ".join([*sizes, *(["a video"] * len(task.videos)), repr(text[:SHOWN])])
@@ -72,8 +72,9 @@ def _unasked(task: VlmTask, texts: Sequence[str], earned: Sequence[float]) -> li
     if not fewest:
         return []
     return [
-        f"  {best[missing.index(fewest)]!r} earns most, but the prompt does not mention {' and '.join(fewest)}; unless "
-        "the model writes it anyway, ask for it in data.format_prompt or data.system_prompt"
+        f"  {best[missing.index(fewest)]!r} earns the highest reward, but the prompt does not mention "
+        f"{' and '.join(fewest)}; unless the model writes it anyway, ask for it in data.format_prompt or "
+        "data.system_prompt"
     ]
 
 

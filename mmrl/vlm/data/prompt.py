@@ -1,4 +1,4 @@
-"""Tokenised prompts of tasks: chat template, media, placeholder tokens and positions."""
+"""Tokenised prompts: chat template, media, placeholder tokens and positions."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Prompt:
     mm_token_type_ids: Tensor
     """(P,) int64: 0 text, 1 image, 2 video."""
     position_ids: Tensor
-    """(3, P) int64, positions along time, height and width; the same on all three where the family has one axis."""
+    """(3, P) int64, positions along time, height and width; all three are equal if the model family has one axis."""
     next_position: int
     """Position of the first response token, the same along all axes."""
     media: dict[str, Tensor] = field(default_factory=dict)
@@ -44,9 +44,10 @@ class Prompt:
     text: str = ""
     """The question as the chat template rendered it, with one placeholder for each image or video."""
     images: tuple[Image.Image, ...] = ()
-    """The images themselves, where the layout keeps them for an engine that prepares them on its own."""
+    """The images themselves, if the layout keeps them for an engine that does its own preprocessing."""
     parts: tuple[Prompt, ...] = ()
-    """Prompts that this one was joined from, whose features it shares; see `join_prompts`. Its own `media` is empty."""
+    """Prompts that this prompt was joined from and whose features it shares; see `join_prompts`. Its own `media` is
+    empty."""
 
     def __len__(self) -> int:
         """Number of tokens P."""
@@ -54,7 +55,7 @@ class Prompt:
 
     @property
     def answer_start(self) -> str:
-        """The `<think>` that some chat templates end a prompt with: the answer begins inside its thinking."""
+        """The `<think>` at the end of some chat templates' prompts: the response begins inside its thinking."""
         found = OPEN_THINK.search(self.text)
         return "" if found is None else found[0]
 
@@ -83,7 +84,7 @@ class Insert:
 
     @property
     def stop(self) -> int:
-        """Index of the token behind it."""
+        """Index of the token after it."""
         return self.start + len(self.prompt)
 
 
@@ -135,14 +136,14 @@ class VlmPayload(Payload):
             return self.prompts
         if view not in self.views:
             known = ", ".join(["original", *self.views])
-            raise ValueError(f"there is no view {view!r} of these prompts; there are: {known}.")
+            raise ValueError(f"these prompts have no view {view!r}; available: {known}.")
         # a group without this form keeps its usual prompt
         pairs = zip(self.views[view], self.prompts, strict=True)
         return [prompt if other is None else other for other, prompt in pairs]
 
     @property
     def finished_fraction(self) -> Metric:
-        """Share of the responses that ended before the length limit; NaN without any."""
+        """Fraction of the responses that ended before the length limit; NaN without any."""
         # rows without a reason were not sampled
         ended = [finish != "length" for finish in self.finish if finish]
         return Metric(float(sum(ended)), float(len(ended)))
@@ -175,7 +176,7 @@ def leaves(prompt: Prompt) -> tuple[Prompt, ...]:
 
 
 def token_lists(response_ids: Tensor, mask: Tensor) -> list[list[int]]:
-    """The tokens (B, T) of each response without the padding, as reward functions get them."""
+    """The tokens (B, T) of each response without padding, as reward functions receive them."""
     lengths = mask.sum(1).int().tolist()
     return [row[:length] for row, length in zip(response_ids.tolist(), lengths, strict=True)]
 
@@ -189,8 +190,8 @@ class PromptTooLong(TaskError):  # noqa: N818 - named after what it is, like the
 
     def __init__(self, task_id: str, tokens: int, limit: int, source: str) -> None:
         message = (
-            f"the prompt has {tokens} tokens, {source} is {limit}; "
-            "lower model.max_pixels, shorten the text or raise the limit"
+            f"the prompt has {tokens} tokens, but {source} is {limit}; lower model.max_pixels, shorten the text or "
+            "raise the limit"
         )
         super().__init__("prompt_too_long", task_id, message)
         self.tokens = tokens
@@ -204,9 +205,9 @@ class PromptLayout:
     patch_size: int
     """Pixels on a side of one patch."""
     max_tokens: int
-    """Longest prompt in tokens."""
+    """Maximum prompt length in tokens."""
     limit_source: str
-    """Name of the setting that `max_tokens` comes from, for errors."""
+    """Name of the setting that `max_tokens` comes from, for error messages."""
     merge_size: int
     """Patches on a side that the vision tower merges into one token."""
     tables: TokenTables
@@ -226,7 +227,7 @@ def encode_prompt(
     images: Sequence[Image.Image] | None = None,
     videos: Sequence[Frames] | None = None,
 ) -> Prompt:
-    """Turn a task into the model's tokens, pixels and positions, with other images or frames if they are given.
+    """Turn a task into the model's tokens, pixels and positions, optionally with other images or frames.
 
     A turn of the assistant at the end is the start of its answer, which the model continues, as in TRL.
     """
@@ -246,7 +247,7 @@ def encode_turn(task: VlmTask, turns: TurnTemplate, processor: Any, layout: Prom
     try:
         text = turns.follow(messages, end=end, tools=task.tools, calls=calls)
     except TemplateError as error:
-        raise TaskError("bad_prompt", task.id, f"{turns.blame} refuses it: {error}") from error
+        raise TaskError("bad_prompt", task.id, f"{turns.blame} rejects it: {error}") from error
     return _encode(task, text, hidden, processor, layout, None)
 
 
@@ -263,9 +264,9 @@ def _encode(
     for name, count, kind in (("image_token", len(loaded), "images"), ("video_token", len(task.videos), "videos")):
         token = getattr(processor, name, None)
         if token is None and count:
-            raise TaskError("placeholder_mismatch", task.id, f"it has {count} {kind}, and the model reads none")
+            raise TaskError("placeholder_mismatch", task.id, f"it has {count} {kind}, which the model cannot read")
         if token is not None and (found := text.count(token)) != count:  # a question may also hold a literal one
-            message = f"the rendered prompt has {found} {token} for {count} {kind}"
+            message = f"the rendered prompt has {found} {token} tokens for {count} {kind}"
             raise TaskError("placeholder_mismatch", task.id, message)
     frames = load_videos(task, layout.patch_size) if videos is None else list(videos)
     inputs = _process(task, processor, text, hidden, loaded, frames, resize=not layout.fits_frames)
@@ -291,9 +292,11 @@ def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], form:
     try:
         rendered = processor.apply_chat_template(messages, tokenize=False, **form, **tools)
     except Exception as error:  # templates raise their own errors, for instance on an unknown role
-        raise TaskError("bad_prompt", task.id, f"the chat template refuses it: {error}") from error
+        raise TaskError("bad_prompt", task.id, f"the chat template rejects it: {error}") from error
     if task.tools and task.tools[0]["function"]["name"] not in rendered:
-        raise UserError("the model's chat template describes no tools; leave conversation.tools out, or add them to it")
+        raise UserError(
+            "the model's chat template does not support tools; remove conversation.tools, or add tools to the template"
+        )
     return str(rendered)
 
 
@@ -323,7 +326,7 @@ def _process(
     stand_in = next((token for token in special_tokens(processor.tokenizer) if token not in text), "")
     if spelled and not stand_in:
         raise TaskError(
-            "bad_prompt", task.id, f"its text holds {spelled[0]}, and the template uses every control token"
+            "bad_prompt", task.id, f"its text contains {spelled[0]}, and the template uses every control token"
         )
     text = PLACEHOLDER.sub(stand_in, text)
     try:
@@ -331,7 +334,7 @@ def _process(
         options |= {"add_special_tokens": False, "return_tensors": "pt"}
         inputs = dict(processor(text=[text], images=list(images) or None, **options))
     except ValueError as error:  # for instance an aspect ratio above 200
-        raise TaskError("unusable_image", task.id, f"the image processor refuses it: {error}") from error
+        raise TaskError("unusable_image", task.id, f"the image processor rejects it: {error}") from error
     return inputs | _spelled(inputs, stand_in, spelled, processor.tokenizer) if spelled else inputs
 
 
@@ -356,8 +359,8 @@ def _check_sizes(task: VlmTask, grids: Tensor | None, patch_size: int) -> None:
         return
     if grids is None and task.points_in_pixels:
         raise UserError(
-            f"{task.id}: its points are pixels of the image as the model sees it, whose size this model's processor "
-            "does not tell (image_grid_thw); use a Qwen-VL model, or points in a relative space such as rel1000"
+            f"{task.id}: its points are pixels of the image as the model sees it, but this model's processor does not "
+            "report that size (image_grid_thw); use a Qwen-VL model, or points in a relative space such as rel1000"
         )
     if grids is None:
         return
@@ -365,12 +368,12 @@ def _check_sizes(task: VlmTask, grids: Tensor | None, patch_size: int) -> None:
     if found != [tuple(size) for size in task.image_wh]:
         sizes = " and ".join(", ".join(f"{w} x {h}" for w, h in pairs) for pairs in (task.image_wh, found))
         raise UserError(
-            f"{task.id}: image and model size differ, {sizes} pixels: the processor resizes again; give the model the "
-            "pixel budget of the data (model.min_pixels, model.max_pixels) and the factor of its family"
+            f"{task.id}: image and model size differ ({sizes} pixels), so the processor resizes again; give the model "
+            "the pixel budget of the data (model.min_pixels, model.max_pixels) and the factor of its family"
         )
 
 
 PROMPT_ERRORS: dict[str, str] = {
     "prompt_too_long": "The prompt has more tokens than model.max_prompt_tokens or the model's positions.",
-    "unusable_image": "An image has a shape that the image processor refuses.",
+    "unusable_image": "An image has a shape that the image processor rejects.",
 }

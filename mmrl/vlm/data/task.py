@@ -1,4 +1,4 @@
-"""Questions with images and videos, and the errors that concern a single question."""
+"""Questions with images and videos, and errors that concern a single question."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ from mmrl.vlm.families import MEDIA_TOKENS
 
 LOGGER = logging.getLogger("mmrl")
 LONGEST_NAME = 255
-"""Characters that the usual file systems allow in a name."""
+"""Maximum characters in a file name on common file systems."""
 
 
 SOURCE_KEYS = ("video", "path", "url", "frames")
 GIVEN = ("completion_ids", "completion_lengths")
-"""Columns about the sampled answers that are passed to reward functions."""
+"""Columns about the sampled responses that are passed to reward functions."""
 TRIED_ANSWERS = 64
-"""Number of correct answers, spread over a data set, that built-in rewards parse before the run."""
+"""Number of correct answers, spread over a dataset, that built-in rewards parse before the run."""
 
 
 FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
@@ -61,7 +61,7 @@ GROUND, INK = (24, 26, 30), (235, 235, 235)
 
 
 class TaskError(BadRowError):
-    """A task that cannot be used; it is counted by kind, logged and skipped. Its place is the id of the task."""
+    """A task that cannot be used; it is counted by kind, logged and skipped. `place` is the id of the task."""
 
 
 class Skipped(Tally):
@@ -75,10 +75,10 @@ class Skipped(Tally):
 
 
 class StoredImage(Protocol):
-    """An image that is read from its data set on demand."""
+    """An image that is read from its dataset on demand."""
 
     def read(self) -> Any:
-        """Return the data set's cell: a path, bytes, a {"bytes", "path"} mapping or a PIL image."""
+        """Return the dataset's cell: a path, bytes, a {"bytes", "path"} mapping or a PIL image."""
 
 
 ImageSource: TypeAlias = "Image.Image | str | bytes | Mapping[str, Any] | StoredImage"
@@ -96,10 +96,10 @@ class VideoClip:
 
 @dataclass
 class VlmTask:
-    """A question as a chat, with its images, its videos and the other columns of its data set."""
+    """A question as a chat, with its images, its videos and the other columns of its dataset."""
 
     id: str
-    """Unique within the data set: the `id` column, or the index of the row."""
+    """Unique within the dataset: the `id` column, or the index of the row."""
     messages: list[dict[str, Any]]
     """Chat turns {"role", "content"}; content items are {"type": "text", "text"}, {"type": "image"} or
     {"type": "video"}, in the order in which the model reads them."""
@@ -110,11 +110,11 @@ class VlmTask:
     columns: dict[str, Any] = field(default_factory=dict)
     """All other columns of the row; the reward functions get them by name."""
     conversational: bool = False
-    """Whether the data set has chat turns; reward functions then also receive chat turns."""
+    """Whether the dataset has chat turns; reward functions then also receive chat turns."""
     max_image_pixels: int = MAX_IMAGE_PIXELS
     """Images and video frames with more pixels are not decoded."""
     image_wh: list[tuple[int, int]] = field(default_factory=list)
-    """(width, height) that each image is resized to before the processor, which must not resize it again; empty: the
+    """(width, height) that each image is resized to before the processor, which must not resize it again. Empty: the
     processor resizes."""
     points_in_pixels: bool = True
     """Whether points are pixels of `image_wh`; the processor must then report the sizes of images."""
@@ -138,7 +138,7 @@ class VlmTask:
 
     @property
     def answer_start(self) -> str:
-        """Fixed text at the start of the answer; not sampled, but part of the answer."""
+        """Fixed text at the start of the response; not sampled, but part of the response."""
         return ""
 
 
@@ -150,7 +150,7 @@ def open_image(
     name, raw = _resolve(source, task_id, where, max_pixels)
     label = f"{where} ({shortened(name)})" if name else where
     if isinstance(raw, bytes) and not raw:
-        raise TaskError("empty_image", task_id, f"{label} has zero bytes")
+        raise TaskError("empty_image", task_id, f"{label} is empty (0 bytes)")
     try:
         if isinstance(raw, bytes):
             raw = decode_image(raw, max_pixels, "data.max_image_pixels")
@@ -179,15 +179,15 @@ def no_such_file(path: str, kind: str) -> str:
     """Message for a missing image or video, or for base64 content where a path belongs."""
     if len(Path(path).name) > LONGEST_NAME:
         base64_start = f"data:{kind}/png;base64,"
-        return f"{shortened(path)} is too long for the path of a file; content in base64 begins with {base64_start}"
-    return f"there is no {kind} file {shortened(path)}"
+        return f"{shortened(path)} is too long for a file path; base64 content must begin with {base64_start}"
+    return f"{kind} file {shortened(path)} not found"
 
 
 def check_no_media(task: VlmTask, column: str, text: str, kind: str) -> None:
     """Reject a given answer that contains an image or video token; raises TaskError."""
     found = next((token for token in MEDIA_TOKENS if token in text), None)
     if found is not None:
-        raise TaskError(kind, task.id, f"column '{column}' holds {found}, which no answer may hold")
+        raise TaskError(kind, task.id, f"column '{column}' contains {found}, which is not allowed in an answer")
 
 
 def score_texts(
@@ -210,7 +210,7 @@ def score_texts(
 
 
 def with_start(start: str, answer: str) -> str:
-    """Prepend the given start to an answer; if both have `<think>` at the seam, only one is kept."""
+    """Prepend the given start to a response; if both have `<think>` at the seam, only one is kept."""
     # the prompt opened the thought, so the answer's own tag would be the second
     opened = OPEN_THINK.search(start)
     if opened is not None and answer.startswith("<think>"):
@@ -219,7 +219,7 @@ def with_start(start: str, answer: str) -> str:
 
 
 def columns_of(tasks: Sequence[VlmTask], tokens: Sequence[list[int]]) -> dict[str, list[Any]]:
-    """Columns of the rows as lists, one entry a row, for reward functions."""
+    """Columns of the rows as lists, one entry per row, for reward functions."""
     own: tuple[list[Any], ...] = (list(tokens), [len(row) for row in tokens])
     given = dict(zip(GIVEN, own, strict=True))
     # names that rewards could not take are passed under another one
@@ -245,7 +245,7 @@ def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
 
 
 def check_columns(rewards: RewardSum, data: Mapping[str, Sequence[VlmTask]]) -> None:
-    """Check that every scored data set has the columns of the rewards, and answers that they can parse."""
+    """Check that every scored dataset has the columns of the rewards, and answers that they can parse."""
     for key, tasks in data.items():
         try:
             rewards.check_columns([*columns_of(tasks, []), IMAGES])
@@ -267,19 +267,20 @@ class VideoOptions:
     """Which frames of a video file the model sees; options in a row override these."""
 
     fps: float | None = rare(only_with(bounded(None, above=0), nframes=UNSET))
-    """Frames a second; empty: 2, as qwen-vl-utils."""
+    """Frames per second. Default: 2, as in qwen-vl-utils."""
     nframes: int | None = rare(bounded(None, at_least=2))
     """Number of frames, rounded to an even number; replaces `fps`."""
     min_frames: int | None = rare(bounded(None, at_least=2))
-    """Minimum number of frames when sampling by `fps`, if the video has that many; empty: 4."""
+    """Minimum number of frames when sampling by `fps`, if the video has that many. Default: 4."""
     max_frames: int | None = rare(bounded(None, at_least=2))
-    """Maximum number of frames when sampling by `fps`, and of a list of frames; empty: 768."""
+    """Maximum number of frames when sampling by `fps`, or of a list of frames. Default: 768."""
     min_pixels: int | None = rare(bounded(None, at_least=1))
-    """Minimum frame size in pixels; smaller frames are enlarged; empty: 128 tokens."""
+    """Minimum frame size in pixels; smaller frames are enlarged. Default: 128 tokens."""
     max_pixels: int | None = rare(bounded(None, at_least=1))
-    """Maximum frame size in pixels; larger frames are reduced; empty: 768 tokens, fewer for videos with many frames."""
+    """Maximum frame size in pixels; larger frames are reduced. Default: 768 tokens, fewer for videos with many
+    frames."""
     total_pixels: int | None = rare(bounded(None, at_least=1))
-    """Pixel budget of all frame pairs of a video; empty: 115,200 tokens."""
+    """Pixel budget of all frame pairs of a video. Default: 115,200 tokens."""
 
     def complete(self, clip: VideoClip) -> VideoClip:
         """A clip with these options as defaults."""
@@ -351,7 +352,7 @@ def _resolve(source: Any, task_id: str, where: str, max_pixels: int) -> tuple[st
         # bytes win: a path in the same cell may be where they came from
         inner = source.get("path") if source.get("bytes") is None else source["bytes"]
         if inner is None:
-            raise TaskError("missing_image", task_id, f"{where} holds neither bytes nor a path")
+            raise TaskError("missing_image", task_id, f"{where} contains neither bytes nor a path")
         return _resolve(inner, task_id, where, max_pixels)
     if hasattr(source, "read"):
         return _resolve(source.read(), task_id, where, max_pixels)
@@ -369,7 +370,7 @@ def _read_file(path: str, task_id: str, where: str, max_pixels: int) -> tuple[st
         except ValueError as error:
             raise TaskError("unreadable_image", task_id, f"{where}: broken data URI ({error})") from None
     if path.startswith(("http://", "https://")):
-        message = f"{where} is the address {shortened(path)}; download it and give the file's path"
+        message = f"{where} is the URL {shortened(path)}; download it and use the file's path"
         raise TaskError("missing_image", task_id, message)
     path = without_scheme(path)
     if not is_file(path):
@@ -441,29 +442,33 @@ def _located(path: str, folder: Path) -> str:
 def _checked(options: dict[str, Any], known: tuple[str, ...], place: str) -> dict[str, Any]:
     for name, value in options.items():
         if name not in known:
-            raise TaskError("bad_video", place, f"a video has the option {name!r}; there are: {', '.join(known)}")
+            raise TaskError(
+                "bad_video", place, f"a video has an unknown option {name!r}; available: {', '.join(known)}"
+            )
         # bool is a number in Python
         number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
         if not number or value < 0 or (value == 0 and name not in MAY_BE_ZERO):
             raise TaskError("bad_video", place, f"a video has {name}={value!r}; it must be a positive number")
     if {"fps", "nframes"} <= set(options):
-        raise TaskError("bad_video", place, "a video has both fps and nframes; give one of them")
+        raise TaskError("bad_video", place, "a video has both fps and nframes; use one of them")
     return options
 
 
 TASK_ERRORS: dict[str, str] = {
-    "invalid_json": "A line is not a JSON object, too long or holds half of a surrogate pair.",
+    "invalid_json": "A line is not a JSON object, is too long or contains half of a surrogate pair.",
     "missing_prompt": "The row has no question.",
     "bad_prompt": "The question is neither a text nor a list of chat turns with role and content.",
-    "missing_answer": "The row has no answer although the data set has an answer column.",
-    "missing_image": "The row has no image, or the file it names does not exist.",
-    "placeholder_mismatch": "The text has more or fewer <image> or <video> places than the row has files.",
+    "missing_answer": "The row has no answer, although the dataset has an answer column.",
+    "missing_image": "The row has no image, or its image file does not exist.",
+    "placeholder_mismatch": (
+        "The number of <image> or <video> markers in the text differs from the number of files in the row."
+    ),
     "empty_image": "An image has zero bytes or zero pixels.",
     "unreadable_image": "An image cannot be decoded or has more than data.max_image_pixels.",
-    "media_in_answer": "A given answer holds a placeholder token of images or videos.",
+    "media_in_answer": "A given answer contains a placeholder token for images or videos.",
     "long_prompt": "The question has more than data.max_prompt_chars characters.",
     "missing_video": "A video file does not exist.",
-    "bad_video": "A video is neither a path nor a list of frames nor a mapping of these with options for its frames.",
+    "bad_video": "A video is not a path, a list of frames, or a mapping with one of these and frame options.",
 }
 
 
@@ -471,7 +476,7 @@ VIDEO_ERRORS = {
     "empty_video": "A video has zero bytes, no video track or no frame.",
     "unreadable_video": "A video cannot be decoded, or its frames differ in size.",
     "truncated_video": "A video is shorter than its index or header states.",
-    "unusable_video": "The frames that are asked for cannot be chosen from a video, or a list of frames is too long.",
+    "unusable_video": "The requested frames cannot be selected from a video, or a list of frames is too long.",
 }
 """Errors found while decoding a video, in addition to `TASK_ERRORS`."""
 

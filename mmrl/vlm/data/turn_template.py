@@ -1,4 +1,4 @@
-"""The assistant's turn as the model's chat template writes it: its head, its end, and what follows it.
+"""The assistant's turn as the model's chat template writes it: its header, its end, and what follows.
 
 Sample turns are rendered, and the text around their contents is read from the result:
 
@@ -27,7 +27,7 @@ HIDDEN = "\u2063hidden\u2063"
 PLACEHOLDER = re.compile(f"{HIDDEN}(\\d+){HIDDEN}")
 """Placeholder for a control token of a text while the template is rendered."""
 MARKUP = re.compile(r"<\|(?:object_ref|box|quad)_(?:start|end)\|>")
-"""Special tokens that mark part of a text, as in referring questions; they stay special tokens."""
+"""Special tokens that mark up part of a text, as in referring questions; they stay special tokens."""
 MARKUP_OR_MEDIA = re.compile(rf"{MARKUP.pattern}|<\|(?:vision_(?:start|end|pad)|(?:image|video)_pad)\|>")
 QUESTION = "\u2063asked\u2063"
 THOUGHT = "\u2063thought\u2063"
@@ -107,14 +107,14 @@ class TurnTemplate:
         if end not in stops:
             self._warn_once(
                 "end",
-                "%s ends the assistant's turn with %s, at which the checkpoint does not stop (%s): sampling, given "
-                "answers and exports end there",
+                "%s ends the assistant's turn with %s, but the checkpoint does not stop there (%s); sampling, given "
+                "answers and exports stop at it",
                 self.blame,
                 found[0][0],
                 ", ".join(self.stops),
             )
         elif not parts.ends_itself:
-            message = "%s ends the assistant's turn with no special token: given answers end with %s"
+            message = "%s does not end the assistant's turn with a special token, so given answers end with %s"
             LOGGER.info(message, self.blame, found[0][0])
         return tuple(dict.fromkeys([end, *stops]))
 
@@ -126,8 +126,8 @@ class TurnTemplate:
             unknown = sorted(set(self._declared) - set(special))
             if unknown:
                 raise UserError(
-                    f"model.answer_tokens names {', '.join(unknown)}, which the tokenizer of {self._name} does not "
-                    f"have as special tokens; it has: {', '.join(special[:40])}"
+                    f"model.answer_tokens contains {', '.join(unknown)}, which are not special tokens of the "
+                    f"tokenizer of {self._name}; it has: {', '.join(special[:40])}"
                 )
             return tuple(self._declared)
         # in the order of the tokenizer, so that messages and patterns do not change from run to run
@@ -182,14 +182,14 @@ class TurnTemplate:
         return body + (parts.close if ends else "")
 
     def check_readers(self, sources: Mapping[str, str]) -> None:
-        """Warn about code that looks for a special token which decoded answers never contain; `sources` are by name."""
+        """Warn about code that looks for a special token absent from decoded responses; `sources` are by name."""
         hidden = control_pattern(self.tokenizer, self._kept_pattern)
         for name, source in sources.items():
             for token in sorted({match[0] for match in hidden.finditer(source.replace("\\", ""))}):
                 self._warn_once(
                     f"{name} {token}",
-                    "%s names %s, a special token of %s that is left out of the texts of answers; add it to "
-                    "model.answer_tokens where answers have it",
+                    "%s contains %s, a special token of %s that is removed from the text of responses; add it to "
+                    "model.answer_tokens if responses use it",
                     name,
                     token,
                     self._name,
@@ -244,14 +244,14 @@ class TurnTemplate:
         before = [user_turn(QUESTION), assistant_turn(EARLIER)]
         whole = self.render([*before, *messages], asks=True, tools=tools)
         if whole.count(EARLIER) != 1:
-            raise UserError(f"{self.blame} shows the assistant's turn {whole.count(EARLIER)} times where it is one")
+            raise UserError(f"{self.blame} shows the assistant's turn {whole.count(EARLIER)} times instead of once")
         rest, close = whole.rpartition(EARLIER)[2], self.parts.written_close
         closed = self._length_of_close(rest) if close else 0
         return self._behind(ended, rest[:closed], rest[closed:])
 
     @property
     def blame(self) -> str:
-        """How messages refer to the template."""
+        """Name of the template in messages."""
         return f"the chat template of {self._name}"
 
     def _whole(self, content: str) -> str | None:
@@ -282,7 +282,7 @@ class TurnTemplate:
         if closed and content.lstrip().startswith("<think>"):
             self._warn_once(
                 "thought",
-                "a given answer begins with a thought, but %s has closed the thought in the prompt already; set "
+                "a given answer begins with a thought, but %s has already closed the thought in the prompt; set "
                 "model.thinking=true, or remove the thoughts from the answers",
                 self.blame,
             )
@@ -323,9 +323,9 @@ class TurnTemplate:
         lost = [n for n in range(len(marks)) if shown.count(f"result{n}of") != 1]
         if lost:
             raise UserError(
-                f"{self.blame} loses results of tools: of {len(marks)} results behind a turn with calls of "
-                f"{', '.join(calls)}, it does not show {len(lost)}; leave conversation.tools out, so that results come "
-                "in the user's turns, or mend the template"
+                f"{self.blame} drops tool results: of {len(marks)} results after a turn with calls of "
+                f"{', '.join(calls)}, it does not show {len(lost)}; remove conversation.tools so that results come in "
+                "user turns, or fix the template"
             )
         self._shown.add(tuple(calls))
         return self._behind_calls(messages, ended, tools, calls)
@@ -358,8 +358,8 @@ class TurnTemplate:
         cut = earlier.rpartition(close)[0] if close else earlier
         if not whole.startswith(cut):
             raise UserError(
-                f"{self.blame} rewrites a turn with calls once results follow it; leave conversation.tools out, so "
-                "that results come in the user's turns"
+                f"{self.blame} rewrites a turn with tool calls when results follow it; remove conversation.tools so "
+                "that results come in user turns"
             )
         rest = whole[len(cut) :]
         close = close if rest.startswith(close) else ""
@@ -383,8 +383,9 @@ class TurnTemplate:
         for match in control_pattern(self.tokenizer, self._kept_pattern).finditer(text):
             self._warn_once(
                 match[0],
-                "a given answer names the special token %s, which does not belong to answers of %s: its characters are "
-                "learned, not the token; add it to model.answer_tokens where it does",
+                "a given answer contains the special token %s, which does not belong to answers of %s, so its "
+                "characters are learned instead of the token; add it to model.answer_tokens if it does belong to "
+                "answers",
                 match[0],
                 self._name,
             )

@@ -1,1 +1,1 @@
-"""Sampling and scoring with the prompt computed once a group: sampler, decoder, kept prefixes, packed rows."""
+"""Sampling and scoring with the prompt computed once per group: sampler, decoder, kept prefixes, packed rows."""

@@ -267,7 +267,7 @@ def kernels_for(device: str, dtype: torch.dtype, width: int) -> Kernels | None:
         problem = f"failed: {failure}"
     if problem:
         what = f"joined attention on {device} for {dtype} and heads of width {width}"
-        cost = "which hold every pair of a group's tokens, G T x (P + G T) numbers a head"
+        cost = "which store every pair of a group's tokens, G T x (P + G T) numbers per head"
         LOGGER.warning("%s %s; dense masks are used instead, %s", what, problem, cost)
         return None
     return kernels
@@ -310,7 +310,7 @@ TOLERANCE: dict[torch.dtype, float] = {
     torch.bfloat16: 3e-2,
     torch.float16: 5e-3,
 }
-"""Relative error of output and gradients up to which kernels are trusted."""
+"""Maximum relative error of output and gradients at which kernels are trusted."""
 
 
 ATTENTION_NAME = "mmrl_shared_prefix"
@@ -511,7 +511,7 @@ class KeepingRow(ResponseRow):
 ROOM = 64
 """Initial capacity of decoded rows in tokens; it doubles when used up."""
 FIXED_ROOM = 256
-"""The same where a step repeats in fixed memory, which has to be captured again when it grows."""
+"""Initial capacity if a step is replayed in fixed memory, which must be captured again when it grows."""
 
 
 class TokenRows:
@@ -548,7 +548,7 @@ class TokenRows:
         self._place(prompt)
 
     def make_room(self) -> bool:
-        """Count one more token of each row; returns whether memory has moved for it. Outside of a captured step."""
+        """Count one more token of each row; returns whether memory was reallocated. Call it outside a captured step."""
         self._read += 1
         room = self._keys[0].shape[2] if self._keys else 0
         if room >= self._read:
@@ -559,7 +559,7 @@ class TokenRows:
         return True
 
     def begin_step(self) -> None:
-        """Go on to the column of the next token; it attends to itself too."""
+        """Advance to the column of the next token; it also attends to itself."""
         if self._column is not None:
             self._column.add_(1)
             self._near = None

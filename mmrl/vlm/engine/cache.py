@@ -53,7 +53,7 @@ class FixedLayer(StaticLayer):
 
     @staticmethod
     def of(layer: Any, room: int) -> FixedLayer:
-        """The states of a layer, and room for more tokens; a fixed layer has to be full."""
+        """The states of a layer, plus room for more tokens; a fixed layer must be full."""
         held = layer.keys.shape[2]
         read = layer.get_seq_length() if type(layer) is DynamicSlidingWindowLayer else held
         made = FixedLayer(read + room)
@@ -74,7 +74,7 @@ class FixedLayer(StaticLayer):
 
 
 def fixed_cache(cache: Any, room: int) -> Cache:
-    """The states of a cache in memory that stays where it is while as many tokens as `room` are read.
+    """The states of a cache in memory that does not move while up to `room` tokens are read.
 
     Raises ValueError for layers whose states have no such form.
     """
@@ -85,7 +85,7 @@ def fixed_cache(cache: Any, room: int) -> Cache:
         elif type(layer) in (AssignedStates, LinearAttentionLayer):
             layers.append(_in_place(layer))
         else:
-            raise ValueError(f"layers of {type(layer).__name__} have no states of a fixed size")
+            raise ValueError(f"layers of type {type(layer).__name__} have no fixed-size states")
     return Cache(layers=layers)
 
 

@@ -1,4 +1,4 @@
-"""Check that transformers offers what reading a model needs, before loading weights and on the loaded model."""
+"""Check that transformers supports what reading a model needs, before loading weights and on the loaded model."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ LOGGER = logging.getLogger("mmrl")
 CACHES = ("cache", "past_key_values")
 """Names of the cache among the arguments of a forward pass; transformers 5.24 renamed it."""
 LARGEST_DIFFERENCE = 0.02
-"""Relative difference between states behind a cache and of whole rows that is more than rounding, in float32."""
+"""Relative difference between cached and full-row states that is larger than rounding, in float32."""
 TRIED = 8
-"""Tokens that are read both ways."""
+"""Number of tokens that are read both ways."""
 
 
 def check_architecture(model_class: Any, config: Any) -> None:
-    """Refuse a family that cannot be computed, by its class and configuration alone; raises UserError."""
+    """Reject an unsupported model family, from its class and configuration alone; raises UserError."""
     if problem := _problem(model_class, config):
         raise UserError(_refusal(model_class, config.model_type, problem))
 
@@ -33,8 +33,8 @@ def check_architecture(model_class: Any, config: Any) -> None:
 def _refusal(model_class: Any, kind: str, problem: str) -> str:
     return (
         f"models of type {kind} ({model_class.__name__}) cannot be trained or sampled here: {problem}. Use a model of "
-        f"another family: {', '.join(known_families())}, or any in transformers' tables of image-text and causal "
-        "language models with a cache of keys and values (docs/vlm.md lists those that are tested)"
+        f"another family: {', '.join(known_families())}, or any image-text or causal language model in transformers "
+        "with a key-value cache (docs/vlm.md lists the tested ones)"
     )
 
 
@@ -42,16 +42,16 @@ def _problem(model_class: Any, config: Any) -> str | None:
     """The first thing that the family lacks."""
     accepted = inspect.signature(model_class.forward).parameters
     if getattr(config, "is_encoder_decoder", False):
-        return "it has an encoder and a decoder, and a prompt is no part of the decoder's rows"
+        return "it is an encoder-decoder model, so the prompt is not part of the decoder's rows"
     if not set(CACHES) & set(accepted):
-        return "its forward pass takes no cache, which a prompt is kept in for its group"
+        return "its forward pass does not accept a cache, which is needed to share a prompt within its group"
     if reads_images(model_class, config) and (problem := _image_problem(model_class, config)) is not None:
         return problem
     return _cache_problem(config)
 
 
 def reads_images(model_class: Any, config: Any) -> bool:
-    """Whether a model of transformers' table of image-text models has a part for images; some are text alone."""
+    """Whether a model in transformers' image-text table has an image component; some are text-only."""
     from transformers.models.auto import modeling_auto
 
     names = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
@@ -73,11 +73,11 @@ def _body_problem(body: Any) -> str | None:
     """The missing part of a model, or of its class, to read precomputed image features."""
     if not hasattr(body, "get_image_features"):
         return (
-            "it has no get_image_features, and images are encoded once for the group of a prompt; its layers attend to "
-            "images on their own (as in Llama 3.2 Vision), or read them as tokens"
+            "it has no get_image_features, which is needed to encode images once per group; its layers attend to "
+            "images separately (as in Llama 3.2 Vision), or read them as tokens"
         )
     if "mm_encoder_outputs" not in inspect.signature(body.forward).parameters:
-        return "its forward pass takes no mm_encoder_outputs, the features of images that were encoded before"
+        return "its forward pass does not accept mm_encoder_outputs, the precomputed image features"
     return None
 
 
@@ -87,14 +87,16 @@ def _cache_problem(config: Any) -> str | None:
     try:
         layers = unrepeatable(config)
     except AttributeError as error:
-        return f"transformers makes no cache for its configuration ({first_line(error)})"
+        return f"transformers cannot create a cache for its configuration ({first_line(error)})"
     if not layers:
         return None
-    return f"its cache has layers of {', '.join(layers)}, whose states are not copied for the responses of a group"
+    return (
+        f"its cache has layers of type {', '.join(layers)}, whose states cannot be copied for the responses of a group"
+    )
 
 
 def check_behaviour(policy: Any) -> None:
-    """Refuse a model whose states behind a prompt that was read once are not those of whole rows; raises UserError.
+    """Reject a model whose states after a cached prompt differ from those of full rows; raises UserError.
 
     A few tokens are read both ways, so that a family that keeps something else between passes is found here, and not
     by numbers that are wrong.
@@ -112,25 +114,25 @@ def check_behaviour(policy: Any) -> None:
         raise
     except Exception as error:  # each family fails in its own way
         raise UserError(
-            f"models of type {kind} cannot be trained or sampled here: reading a prompt of text with a cache fails, "
-            f"{first_line(error)}; model.shared_prefix=false reads every response behind its "
-            "own prompt in the update, but sampling needs the cache too"
+            f"models of type {kind} cannot be trained or sampled here: reading a text prompt with a cache fails: "
+            f"{first_line(error)}. model.shared_prefix=false would re-read the prompt for every response in the "
+            "update, but sampling needs the cache too"
         ) from error
     if difference > LARGEST_DIFFERENCE:
         message = (
-            f"models of type {kind}: states behind a cache differ from those of whole rows by {difference:.2g} of "
-            "their size, so that the family keeps something between passes that is not in its cache"
+            f"models of type {kind}: cached states differ from full-row states by a relative {difference:.2g}, so the "
+            "family keeps state between passes that is not in its cache"
         )
         if policy.network.dtype in (torch.float32, torch.float64):
             raise UserError(f"{message}; it cannot be trained or sampled here")
-        LOGGER.warning("%s, or %s rounds that much; look with model.dtype=float32", message, policy.network.dtype)
+        LOGGER.warning("%s, or %s rounds by that much; check with model.dtype=float32", message, policy.network.dtype)
 
 
 def joining_problem(policy: Any, reader: Any) -> str | None:
-    """Why states behind a prompt that its group shares are not those of whole rows, tried on a few tokens."""
+    """Why states after a shared prompt differ from those of full rows, tested on a few tokens."""
     tokens = _some_tokens(policy)
     if len(tokens) < TRIED:
-        return "the vocabulary is too small to try it"
+        return "the vocabulary is too small to test it"
     training = policy.training
     policy.eval()
     try:
@@ -139,14 +141,14 @@ def joining_problem(policy: Any, reader: Any) -> str | None:
         return first_line(error)
     finally:
         policy.train(training)
-    return f"states differ by {difference:.2g} of their size" if difference > LARGEST_DIFFERENCE else None
+    return f"states differ by a relative {difference:.2g}" if difference > LARGEST_DIFFERENCE else None
 
 
 def replaying_problem(policy: Any, reader: Any) -> str | None:
-    """Why a step of decoding cannot be repeated as a CUDA graph, tried on a few tokens."""
+    """Why a decoding step cannot be replayed as a CUDA graph, tested on a few tokens."""
     tokens = _some_tokens(policy)
     if len(tokens) < TRIED:
-        return "the vocabulary is too small to try it"
+        return "the vocabulary is too small to test it"
     training = policy.training
     policy.eval()
     # more steps than are taken before a graph is captured: what it does not repeat shows from its second replay on
@@ -161,7 +163,7 @@ def replaying_problem(policy: Any, reader: Any) -> str | None:
         return first_line(error)
     finally:
         policy.train(training)
-    return f"states differ by {difference:.2g} of their size" if difference > LARGEST_DIFFERENCE else None
+    return f"states differ by a relative {difference:.2g}" if difference > LARGEST_DIFFERENCE else None
 
 
 def _some_tokens(policy: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Products of a few rows with a large matrix in float32 on a CPU, as in decoding, which take as long as reading it."""
+"""Products of a few rows with a large float32 matrix on a CPU, as in decoding, in the time it takes to read it."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 FEW = (4, 15)
-"""Fewest and most rows for which blocks pay: 0.7 of the time at 4 and 8 rows of SmolLM2, more than 1 from 16 on."""
+"""Minimum and maximum number of rows for which blocks pay off: 0.7 of the time at 4 and 8 rows of SmolLM2, more than 1
+from 16 on."""
 LARGE = 2**18
-"""Elements of a matrix from which on they pay."""
+"""Minimum matrix size in elements for which blocks pay off."""
 BLOCK = 64
 """Rows of a matrix in one product of a batch."""
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`functional.linear`, for a few rows as a batch of products, which MKL computes in two thirds of the time.
+    """`functional.linear`; for a few rows it is a batch of products, which MKL computes in two thirds of the time.
 
     Args:
         x: (..., in).
@@ -37,7 +38,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 @contextmanager
 def in_blocks(network: nn.Module) -> Iterator[None]:
-    """Have the linear layers of a network multiply by `linear`, without gradients."""
+    """Make the linear layers of a network multiply with `linear`, without gradients."""
     layers = [layer for layer in network.modules() if type(layer) is nn.Linear and "forward" not in vars(layer)]
     chosen = [layer for layer in layers if _pays(layer.weight)]
     for layer in chosen:

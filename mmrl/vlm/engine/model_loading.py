@@ -21,22 +21,22 @@ LONGEST_EDGE = 16_384
 
 
 def set_pixels(processor: Any, config: ModelConfig) -> None:
-    """Bound the area of images."""
+    """Set the bounds on the image area."""
     if config.min_pixels is None and config.max_pixels is None:
         return
     if processor.image_processor is None:
-        raise UserError("model.min_pixels and model.max_pixels bound images, which a language model does not read")
+        raise UserError("model.min_pixels and model.max_pixels only apply to models that read images")
     size = dict(getattr(processor.image_processor, "size", None) or {})
     if set(size) != {"shortest_edge", "longest_edge"}:
         raise UserError(
-            "model.min_pixels and model.max_pixels are areas, which this processor does not bound: its size is "
-            f"{size or 'not set'}; change it in preprocessor_config.json, or leave them out"
+            "model.min_pixels and model.max_pixels are areas, but this processor does not limit the area: its size "
+            f"is {size or 'not set'}; change it in preprocessor_config.json, or remove the options"
         )
     usual = dict(getattr(type(processor.image_processor), "size", None) or size)
     if usual.get("longest_edge", 0) <= LONGEST_EDGE:  # some use the same names for sides, such as Idefics2 with 980
         raise UserError(
-            "model.min_pixels and model.max_pixels are areas, and this processor bounds the sides of images: its size "
-            f"is {size}; change it in preprocessor_config.json, or leave them out"
+            "model.min_pixels and model.max_pixels are areas, but this processor limits the image sides: its size is "
+            f"{size}; change it in preprocessor_config.json, or remove the options"
         )
     if config.min_pixels is not None:
         size["shortest_edge"] = config.min_pixels
@@ -58,7 +58,7 @@ def template_variables(processor: Any, config: ModelConfig, switch: str) -> dict
     if switch not in str(template):
         raise UserError(
             f"model.thinking is {str(config.thinking).lower()}, but the chat template of {config.path} has no switch "
-            f"{switch}; leave it out"
+            f"{switch}; remove model.thinking"
         )
     return {switch: config.thinking}
 
@@ -72,7 +72,7 @@ def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
     if isinstance(family_of(network.config.model_type), QwenVl):
         multiply_patches(network.model.visual)
     if not config.shared_prefix:
-        LOGGER.info("each prompt is computed samples_per_task times in place of once: model.shared_prefix is false")
+        LOGGER.info("each prompt is computed samples_per_task times instead of once: model.shared_prefix is false")
     elif reason := _copying_reason(network, config):
         LOGGER.info(COPIED, reason)
     else:
@@ -93,9 +93,9 @@ def _copying_reason(network: Any, config: ModelConfig) -> str | None:
 
     text = network.config.get_text_config()
     if config.attention != "sdpa":
-        return f"model.attention is {config.attention}, attention to shared prompts needs sdpa"
+        return f"model.attention is {config.attention}, but attention to shared prompts needs sdpa"
     if getattr(text, "attention_dropout", 0.0):
         return f"the model's attention_dropout is {text.attention_dropout}"
     if not is_plain(new_cache(network.config)):
-        return "some layers keep something else than the keys and values of all tokens, such as a sliding window"
+        return "some layers store something other than the keys and values of all tokens, such as a sliding window"
     return None

@@ -50,7 +50,7 @@ class CachedPart:
         return CachedPart(self.numbers[rows], cache, *(None if x is None else x[rows] for x in columns))  # type: ignore[arg-type]
 
     def fixed(self, room: int) -> CachedPart:
-        """The same prompts in memory that stays where it is while as many tokens as `room` are read."""
+        """The same prompts in memory that does not move while up to `room` tokens are read."""
         from mmrl.vlm.engine.cache import fixed_cache
 
         real = None if self.real is None else functional.pad(self.real, (0, room), value=True)
@@ -142,7 +142,7 @@ class KeepPrefill(Enum):
     """Part of the prefill that sampling keeps."""
 
     NOTHING = "nothing"
-    """Every later pass computes the prompts again."""
+    """Every later pass recomputes the prompts."""
     VALUES = "values"
     """Keys, values and last states: for the passes without gradient before the first update (old log-probs, values)."""
     GRAPH = "graph"
@@ -311,7 +311,7 @@ class Decoder(Protocol):
 
 
 class CacheDecoder:
-    """Rows that are decoded together; `part` are their prompts, one a row, in a separate cache.
+    """Rows that are decoded together; `part` contains their prompts, one per row, in a separate cache.
 
     Args:
         policy: the model.

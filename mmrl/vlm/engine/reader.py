@@ -1,4 +1,4 @@
-"""How a model of transformers reads prompts and responses: its own forward, and one pass of the vision tower.
+"""How a transformers model reads prompts and responses: its own forward, and one pass of the vision tower.
 
     media            get_image_features            once for each prompt, kept where the tower is frozen
     prompts          base model                    once for their groups
@@ -116,12 +116,12 @@ def tower_state(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]
 
 LOGGER = logging.getLogger("mmrl")
 COPIED = (
-    "prompts are read once, but every response has a copy of the keys and values of its prompt, so that these take "
+    "prompts are read once, but every response has its own copy of the prompt's keys and values, which takes "
     "samples_per_task times the memory: %s"
 )
-"""What it costs, and why, that responses do not attend to one prompt of their group."""
+"""What it costs, and why, if responses do not attend to a shared prompt."""
 KINDS = {"image": "pixel_values", "video": "pixel_values_videos"}
-"""Kinds of media, and the argument without which a prompt has none of a kind."""
+"""Kinds of media, and the argument whose absence means that a prompt has none of that kind."""
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,7 @@ def _joined(parts: Sequence[Any]) -> Any:
 
 
 class ModelReader:
-    """Arguments that a model's forward takes, and how the prompts and responses of a `VlmPolicy` are given to it."""
+    """Arguments of a model's forward, and how the prompts and responses of a `VlmPolicy` are passed to it."""
 
     def __init__(self, network: Any, config: ModelConfig) -> None:
         body = network.base_model
@@ -178,7 +178,7 @@ class ModelReader:
             self._joins = False
 
     def joins(self, policy: Any) -> bool:
-        """Whether responses attend to the prompt of their group without a copy; tried once on a few tokens of text."""
+        """Whether responses attend to their group's prompt without a copy; tested once on a few text tokens."""
         if self._joins is None:
             self._joins = True  # for the attempt
             problem = joining_problem(policy, self)
@@ -188,7 +188,7 @@ class ModelReader:
         return self._joins
 
     def replays(self, policy: Any) -> bool:
-        """Whether the step of a token is repeated as a CUDA graph on a GPU; tried once on a few tokens of text."""
+        """Whether the step of a token is replayed as a CUDA graph on a GPU; tested once on a few text tokens."""
         if policy.device.type != "cuda" or not torch.cuda.is_available():
             return False
         if self._replays is None:
@@ -205,7 +205,7 @@ class ModelReader:
         self._replays = False
 
     def trains_shared(self, policy: Any) -> bool:
-        """Whether a prompt is computed once for its group while training too."""
+        """Whether a prompt is also computed once for its group during training."""
         return self._config.shared_prefix and (not self._config.gradient_checkpointing or self.joins(policy))
 
     def shares(self, policy: Any) -> bool:
@@ -437,7 +437,7 @@ class ModelReader:
         return self._run(policy, tokens, cache, **inputs)
 
     def advance(self, policy: Any, tokens: Tensor, part: CachedPart, *, fixed: bool = False) -> Tensor:
-        """States (b, t, H) of tokens (b, t), or embeddings (b, t, H), behind what a part holds, which then has them.
+        """States (b, t, H) of tokens (b, t), or embeddings (b, t, H), after a part's contents; they are appended to it.
 
         With `fixed`, the part is of `CachedPart.fixed`, and keeps its memory.
         """
@@ -534,4 +534,4 @@ def cache_argument(model: Any) -> str:
 
 
 MOST_PADDING = 0.25
-"""Largest share of padding, in tokens of prompts, at which prompts of unequal lengths pass the model together."""
+"""Maximum fraction of padding tokens at which prompts of unequal lengths are batched together."""

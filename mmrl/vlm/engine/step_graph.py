@@ -1,4 +1,4 @@
-"""The step of a token as a CUDA graph, which a GPU repeats with one launch instead of a thousand.
+"""The step of a token as a CUDA graph, which a GPU replays with one launch instead of a thousand.
 
 Launching the kernels of a step takes several times as long as reading the weights, which bounds the step.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 from mmrl.hub.building import first_line
 
 _LAST: dict[torch.device, tuple[weakref.ref[StepGraph], Any]] = {}
-"""The latest graph of each device and who replays it. It keeps its memory for the next graph, so that all of them take
-as much as the largest."""
+"""The latest graph of each device and its owner. The memory is kept for the next graph, so all graphs together take as
+much as the largest one."""
 
 
 class StepGraph:
@@ -81,7 +81,7 @@ def run_aside(function: Callable[[], Tensor]) -> Tensor:
 
 
 def record(function: Callable[[], Tensor], owner: StepGraph) -> tuple[Callable[[], None], Tensor]:
-    """Capture what a function does; returns what repeats it, and its result, which each repetition overwrites."""
+    """Capture what a function does; returns a replay function, and the result, which each replay overwrites."""
     device = torch.cuda.current_stream().device
     graph = torch.cuda.CUDAGraph()
     last = _LAST.get(device)

@@ -1,4 +1,4 @@
-"""Model folders for transformers, and the Python that asks such a model in the format of its training."""
+"""Model folders for transformers, and the Python code that prompts such a model in its training format."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from mmrl.vlm.data.messages import read_template
 from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.model.network import auto_class
 
-UNMASKED = "Answers are drawn by unmasking, as `mmrl evaluate` does; `generate` of transformers does not."
+UNMASKED = "Responses are sampled by unmasking, as in `mmrl evaluate`; transformers' `generate` does not do this."
 
 
 def export_model(config: Any, checkpoint: Path, output: Path, policy_class: Any = VlmPolicy) -> Exported:
@@ -45,9 +45,11 @@ def _sampler(config: Any) -> Any:
 
 def _decoding(config: Any) -> str:
     evaluation, sampler = config.evaluation, _sampler(config)
-    sampled = f"sampled is at temperature {evaluation.temperature:g}" if evaluation.samples else ""
-    longest = f"answers have at most {sampler.max_new_tokens} tokens" if sampler else ""
-    said = ", ".join(filter(None, ["greedy takes the likeliest token" if evaluation.greedy else "", sampled, longest]))
+    sampled = f"sampled uses temperature {evaluation.temperature:g}" if evaluation.samples else ""
+    longest = f"responses have at most {sampler.max_new_tokens} tokens" if sampler else ""
+    said = ", ".join(
+        filter(None, ["greedy takes the most likely token" if evaluation.greedy else "", sampled, longest])
+    )
     return f"{said[0].upper()}{said[1:]}."
 
 

@@ -1,4 +1,4 @@
-"""The policy: scores rollouts, computes each prompt once for its whole group, and counts the experts' routes."""
+"""The policy: scores rollouts, computes each prompt once per group, and counts the experts' routes."""
 
 from __future__ import annotations
 
@@ -252,7 +252,7 @@ def _find_routers(network: Any) -> list[tuple[nn.Module, int | None]]:
     if not found or not hasattr(sys.modules[type(network).__module__], "load_balancing_loss_func"):
         raise UserError(
             "model.router_aux_loss_coef is above 0, but transformers has no load-balancing loss for models of type "
-            f"{network.config.model_type}: it is for mixtures of experts such as qwen3_moe and qwen3_vl_moe"
+            f"{network.config.model_type}; it only exists for mixtures of experts such as qwen3_moe and qwen3_vl_moe"
         )
     return found
 
@@ -334,19 +334,19 @@ class VlmPolicy(nn.Module):
 
     @property
     def reads_media(self) -> bool:
-        """Whether the processor turns images or videos into tokens; that of a language model does not."""
+        """Whether the processor turns images or videos into tokens; a language model's processor does not."""
         return any(getattr(self.processor, kind, None) is not None for kind in ("image_token", "video_token"))
 
     @property
     def model_kind(self) -> str:
-        """The model for people: a vision-language model, or a language model."""
+        """The kind of model in words: a vision-language model or a language model."""
         return "vision-language model" if self.reads_media else "language model"
 
     def check_reads_media(self, what: str) -> None:
-        """Refuse a language model where images or videos are used; raises UserError."""
+        """Reject a language model if images or videos are used; raises UserError."""
         if not self.reads_media:
             kind = self.network.config.model_type
-            raise UserError(f"{what}, but {self.config.path} ({kind}) is a language model, which reads text alone")
+            raise UserError(f"{what}, but {self.config.path} ({kind}) is a language model, which only reads text")
 
     @property
     def shares_prefix(self) -> bool:
@@ -360,15 +360,15 @@ class VlmPolicy(nn.Module):
 
     @property
     def positions(self) -> int:
-        """Tokens of prompt and response that the model has positions for."""
+        """Maximum number of prompt and response tokens that the model has positions for."""
         return int(self.network.config.get_text_config().max_position_embeddings)
 
     def check_response_length(self, max_new_tokens: int) -> None:
         """Reject a response length that leaves no room for a prompt; raises UserError."""
         if max_new_tokens >= self.positions:
             raise UserError(
-                f"sampler.max_new_tokens is {max_new_tokens}, but {self.config.path} has {self.positions} positions "
-                "for prompt and response together; make it smaller"
+                f"sampler.max_new_tokens is {max_new_tokens}, but {self.config.path} has only {self.positions} "
+                "positions for prompt and response together; use a lower value"
             )
 
     @property
@@ -380,7 +380,9 @@ class VlmPolicy(nn.Module):
         return PromptLayout(
             patch_size=patch_size,
             max_tokens=limit if own and limit is not None else longest,
-            limit_source="model.max_prompt_tokens" if own else "what the model's positions leave for a prompt",
+            limit_source="model.max_prompt_tokens"
+            if own
+            else ("the number of positions that the model leaves for a prompt"),
             merge_size=merge_size,
             tables=self.family.token_tables(self.network),
             fits_frames=self.family.fits_frames,
@@ -526,7 +528,7 @@ class VlmPolicy(nn.Module):
     def disable_adapter(self) -> Iterator[None]:
         """Run the model without its LoRA adapters, as the reference of a KL term."""
         if not self.has_adapter:
-            raise UserError("the model has no adapter to switch off; set model.lora.enabled or use a frozen copy")
+            raise UserError("the model has no adapter to disable; set model.lora.enabled or use a frozen copy")
         # peft also switches requires_grad, off with the adapter and then on, even if it was off before
         trained = {weight: weight.requires_grad for weight in self.model.parameters()}
         self._adapter_off = True
@@ -551,7 +553,7 @@ class VlmPolicy(nn.Module):
         follow_umask(Path(path))
 
     def save_merged(self, path: Path | str) -> None:
-        """Write an ordinary model folder, with LoRA adapters added into the weights."""
+        """Write an ordinary model folder, with LoRA adapters merged into the weights."""
         if not self.has_adapter:
             self.save_pretrained(path)
             return

@@ -26,7 +26,7 @@ FINISH_REASONS = ("length", "eos", "stop")
 
 @dataclass
 class AnswerSampling:
-    """How evaluations sample answers; the temperature is `evaluation.temperature`."""
+    """How evaluations sample responses; the temperature is `evaluation.temperature`."""
 
     place: ClassVar[str] = "evaluation.sampler"
     """Configuration section, for error messages."""
@@ -35,7 +35,7 @@ class AnswerSampling:
     stop: list[str] = rare(field(default_factory=list))
     """Stop strings: a response ends with the token that completes one of them in the decoded text."""
     batch_rows: int = rare(bounded(256, at_least=1))
-    """Maximum number of responses decoded at once. Affects memory only, not the responses."""
+    """Maximum number of responses decoded at once. Affects memory only."""
 
     @property
     def config(self) -> SamplerConfig:
@@ -45,7 +45,7 @@ class AnswerSampling:
     def validate(self) -> None:
         """Reject empty stop strings; raises ConfigError."""
         if not all(self.stop):
-            raise ConfigError(f"{self.place}.stop is {self.stop}; it must be made of non-empty strings")
+            raise ConfigError(f"{self.place}.stop is {self.stop}; it must contain only non-empty strings")
 
 
 @dataclass
@@ -61,7 +61,7 @@ class SamplerConfig(AnswerSampling):
     top_k: int = bounded(0, at_least=0)
     """Sample only from this many of the most likely tokens; 0 means all."""
     keep_prefill: bool = rare(True)
-    """Keep the prompts' states from sampling until the weights change, and use them in the update if there is only
+    """Keep the prompts' KV cache from sampling until the weights change, and reuse it in the update if there is only
     one."""
 
     @property
@@ -139,7 +139,7 @@ def _invert(probability: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
 
 
 NUCLEUS = 2048
-"""Most likely tokens among which `top_p` is reached, or else the whole vocabulary is sorted."""
+"""Number of most likely tokens within which `top_p` must be reached; otherwise the whole vocabulary is sorted."""
 
 
 def _truncate(probability: Tensor, top_p: float, top_k: int) -> Tensor:
@@ -177,9 +177,10 @@ def _sorted_nucleus(probability: Tensor, top_p: float, count: int) -> Tensor:
 COMPACT_BELOW = 0.75
 """Finished rows are dropped once less than this fraction of a batch is still running."""
 CHECK_EVERY = 32
-"""Tokens after which a GPU is asked which rows are still running; a CPU is asked at each token."""
+"""Interval in tokens at which a GPU is asked which rows are still running; a CPU is asked at each token."""
 FEW_ROWS = 16
-"""Rows that a GPU decodes in about the time of one: reading the weights takes most of it, so that none are dropped."""
+"""Number of rows that a GPU decodes in about the time of one, because reading the weights dominates; up to this number
+none are dropped."""
 
 
 class GenerationState:
@@ -215,7 +216,7 @@ class GenerationState:
         self.kept = torch.ones(shape, device=device)
         self.reason = torch.zeros(total, dtype=torch.int64, device=device)
         self.tables = [(self.ids, policy.pad_id), (self.mask, 0.0), (self.logp, 0.0), (self.kept, 1.0)]
-        """Tables (max_new_tokens, B) of the tokens, and what stands behind the end of a response."""
+        """Tables (max_new_tokens, B) of the tokens, and of what follows the end of a response."""
 
     def budget(self, rows: Tensor, prompt: Tensor) -> Tensor:
         """Maximum response lengths of some rows, after prompts of these lengths (b,); all on the CPU."""
@@ -237,7 +238,7 @@ class GenerationState:
         return token
 
     def drawn_from(self, logp: Tensor) -> Tensor:
-        """Log-probabilities (b, V) that tokens are drawn from, of the policy's; those that are recorded stay `logp`."""
+        """Log-probabilities (b, V) to draw tokens from, given the policy's; the recorded ones stay `logp`."""
         return logp
 
     def inputs(self, rows: Tensor, step: int, token: Tensor) -> Tensor:
@@ -251,7 +252,7 @@ class GenerationState:
         return at_eos
 
     def alive(self, rows: Tensor, steps: range, running: Tensor) -> Tensor:
-        """Rows (b,) on the CPU that are still running after these steps; those with a stop string are cut behind it."""
+        """Rows (b,) on the CPU that are still running after these steps; rows with a stop string are cut after it."""
         if not self.config.stop:
             return running.cpu()
         # a token has at least one byte, so a string that ends here began within its number of bytes

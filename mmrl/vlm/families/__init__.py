@@ -1,4 +1,4 @@
-"""Differences between families of models: a file here is named after transformers' `model_type`, most need none."""
+"""Differences between model families: files are named after transformers' `model_type`; most families need none."""
 
 MEDIA_TOKENS = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>")
-"""Qwen-VL's tokens of images and videos, which no answer may hold: a model would look for their features."""
+"""Qwen-VL's image and video tokens, which no response may contain: a model would look for their features."""

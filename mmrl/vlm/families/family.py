@@ -1,4 +1,4 @@
-"""A family of models and how its file is found, and what Qwen2-VL and its successors share."""
+"""A model family and how its file is found, and what Qwen2-VL and its successors share."""
 
 from __future__ import annotations
 
@@ -27,28 +27,28 @@ MERGERS = (
 )
 """Names of these modules in transformers."""
 TokenTables = Callable[[Mapping[str, Any]], tuple[Tensor, Tensor]]
-"""From a processor's output for one prompt to the types (P,) and the positions (3, P) of its tokens."""
+"""Maps a processor's output for one prompt to the types (P,) and positions (3, P) of its tokens."""
 
 
 @dataclass(frozen=True)
 class VlmFamily:
-    """Differences between families of models; the defaults read them from the model's configuration and signatures."""
+    """Differences between model families; the defaults read them from the model's configuration and signatures."""
 
     joins_media: bool = False
     """Whether the vision tower takes the media of several prompts in one call, as patches with their grids."""
     fits_frames: bool = False
     """Whether the frames of videos keep the size that qwen-vl-utils gives them; else the processor resizes them."""
     media_tokens: tuple[str, ...] = ()
-    """Tokens not allowed in answers, in addition to those in the configuration."""
+    """Tokens not allowed in responses, in addition to those in the configuration."""
     thinking_switch: str = "enable_thinking"
-    """Variable of the chat template that says whether the model thinks before it answers (`model.thinking`)."""
+    """Chat template variable that controls whether the model thinks before it answers (`model.thinking`)."""
     mergers: tuple[str, ...] = MERGERS
     """Modules that turn features of the vision tower into tokens of the language model."""
     points: str = ""
-    """Coordinate space, of `mmrl.gui`, in which its released models write points; empty where they write none."""
+    """Coordinate space (of `mmrl.gui`) in which its released models write points; empty if they write none."""
     image_factor: int = 0
-    """Pixels whose multiples are the sides of images in its released models, patch size times merge size; 0 where
-    images have one size."""
+    """Image sides are multiples of this many pixels in its released models (patch size times merge size); 0 if images
+    have one fixed size."""
 
     def sizes(self, config: Any) -> tuple[int, int, float | None]:
         """Pixels on a side of a patch, patches on a side of an image token, and positions of a second of video."""
@@ -80,7 +80,7 @@ class VlmFamily:
         return tables
 
     def token_inputs(self, types: Tensor, is_prompt: Tensor, accepted: Collection[str]) -> dict[str, Tensor]:
-        """Arguments of the model's forward with one entry a token.
+        """Arguments of the model's forward with one entry per token.
 
         Args:
             types: (B, L), 0 for text, 1 for images, 2 for videos.
@@ -95,7 +95,7 @@ class VlmFamily:
         return {}
 
     def banned(self, config: Any) -> set[int]:
-        """Tokens of images, videos and sounds that the configuration names; the model would look for their features."""
+        """Image, video and audio tokens from the configuration; the model would look for their features."""
         names = [name for name in config.to_dict() if name.endswith(("_token_id", "_token_index"))]
         text = ("bos_", "eos_", "pad_", "sep_", "unk_", "mask_", "decoder_")
         found = (getattr(config, name, None) for name in names if not name.startswith(text))
@@ -111,7 +111,7 @@ def known_families() -> Mapping[str, VlmFamily]:
 
 
 def family_of(model_type: str) -> VlmFamily:
-    """The family of a `model_type` of transformers; the default where it has no file."""
+    """The family of a transformers `model_type`; the default if it has no file."""
     if "." in model_type:  # kosmos-2.5
         return VlmFamily()
     name = f"{__package__}.{model_type}"
@@ -139,7 +139,7 @@ class QwenVl(VlmFamily):
         return int(vision.patch_size), int(vision.spatial_merge_size), seconds
 
     def token_tables(self, network: Any) -> TokenTables:
-        """Types as the processor says, positions from the grids."""
+        """Types from the processor, positions from the grids."""
         _, merge, seconds = self.sizes(network.config)
         return grid_tables(merge, seconds)
 
@@ -224,7 +224,7 @@ def rotary_positions(
 
 
 def split_frames(video_grids: Tensor) -> Tensor:
-    """Grids of videos as one grid a frame, for Qwen3-VL."""
+    """Grids of videos as one grid per frame, for Qwen3-VL."""
     frames = video_grids.repeat_interleave(video_grids[:, 0], 0)
     frames[:, 0] = 1
     return frames

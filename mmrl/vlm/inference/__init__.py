@@ -1,1 +1,1 @@
-"""Sampling through an inference engine of another Python, such as vLLM."""
+"""Sampling through an inference engine in a separate Python environment, such as vLLM."""

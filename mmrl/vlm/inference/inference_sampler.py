@@ -60,22 +60,22 @@ REPAIR = (
 
 
 def engine_python(given: str = "") -> str:
-    """Path of the interpreter with vLLM; raises UserError if there is none."""
+    """Path of the Python interpreter with vLLM; raises UserError if there is none."""
     if given:
         if not Path(given).expanduser().is_file():
-            raise UserError(f"sampler.vllm.python is {given}, which is no Python interpreter; see `mmrl setup vllm`")
+            raise UserError(f"sampler.vllm.python is {given}, which is not a Python interpreter; see `mmrl setup vllm`")
         return str(Path(given).expanduser().absolute())
     python = python_in(environment_folder("engines", NAME))
     if not python.is_file():
         raise UserError(
-            f"vLLM is not installed in {python.parent.parent}; install it with `mmrl setup vllm`, let MMRL_ENGINES "
-            "name the folder that holds it, or set sampler.vllm.python"
+            f"vLLM is not installed in {python.parent.parent}; install it with `mmrl setup vllm`, set MMRL_ENGINES to "
+            "the folder that contains it, or set sampler.vllm.python"
         )
     return str(python)
 
 
 def listen(address: str, folder: str | Path | None = None) -> None:
-    """Become a server of vLLM at HOST:PORT, for runs on other machines; returns only with an error."""
+    """Serve vLLM at HOST:PORT for runs on other machines; returns only with an error."""
     python = engine_python(str(python_in(environment_folder("engines", NAME, folder))))
     script, service = PACKAGE / "mmrl/workers/listen.py", Path(__file__).with_name("vllm_service.py")
     os.environ.pop("PYTHONPATH", None)  # this Python's modules are not the engine's
@@ -98,7 +98,7 @@ def setup_vllm(
         packages = Path(run_apart([str(found), "-c", script]).strip())
         write_atomically(packages / "mmrl_torchvision.pth", REPAIR)
     release = run_apart([str(found), "-c", "import vllm; print(vllm.__version__)"]).strip().splitlines()[-1]
-    say(f"{NAME}: version {release} imports; set sampler.engine: vllm in a configuration")
+    say(f"{NAME}: version {release} can be imported; set sampler.engine: vllm in a configuration")
     return found
 
 
@@ -116,12 +116,12 @@ class EngineConnection(Protocol):
         ...
 
     def close(self) -> None:
-        """Leave the service; one that was started for it ends."""
+        """Disconnect from the service; a service that was started for this connection ends."""
         ...
 
 
 class LocalService:
-    """A worker process of this machine, in the interpreter of the engine."""
+    """A worker process on this machine, in the engine's Python environment."""
 
     def __init__(self, python: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -148,7 +148,7 @@ class LocalService:
 
 
 class RemoteService:
-    """A server started with `mmrl/workers/listen.py`, such as one on a machine with other GPUs."""
+    """A server started with `mmrl/workers/listen.py`, such as on a machine with other GPUs."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
         host, _, port = address.rpartition(":")
@@ -177,7 +177,7 @@ class RemoteService:
             self._peer.sendall(wire.pack(fields, arrays))
             answer = wire.read(self._stream)
         except OSError as error:
-            raise RunError(f"the sampling server at {self._address} is lost: {error}") from error
+            raise RunError(f"the connection to the sampling server at {self._address} was lost: {error}") from error
         if answer is None:
             raise RunError(f"the sampling server at {self._address} has closed the connection")
         body = answer.fields["body"]
@@ -190,61 +190,61 @@ class RemoteService:
 
 
 CHECKED = 4
-"""Responses that the policy scores after a sync."""
+"""Number of responses that the policy scores after a sync."""
 OWNED = ("model", "logprobs_mode", "generation_config")
-"""Arguments of the engine that options may not change."""
+"""Engine arguments that options must not change."""
 
 
 @dataclass
 class VllmConfig:
-    """vLLM, in a separate Python."""
+    """vLLM, in a separate Python environment."""
 
     python: str = only_with("", address=UNSET)
-    """Interpreter that has vLLM; empty: that of `mmrl setup vllm`."""
+    """Python interpreter with vLLM installed. Default: the one that `mmrl setup vllm` created."""
     address: str = ""
-    """HOST:PORT of a running server, `mmrl setup vllm --listen HOST:PORT`; empty: a process of this machine, one for
-    each process of the run."""
+    """HOST:PORT of a running server, `mmrl setup vllm --listen HOST:PORT`. Default: local processes, one for each
+    process of the run."""
     folder: str = ""
-    """Folder that weights travel through, with room for a copy; a server of another machine must see it under the same
-    path. Empty: a temporary one."""
+    """Directory used to transfer weights, with space for one copy. A server on another machine must see it under the
+    same path. Default: a temporary directory."""
     tolerance: float = bounded(0.05, above=0)
-    """Largest mean difference in nats between the engine's and the policy's log-probabilities after a sync; float32 on
-    both sides differs by about 1e-5, bfloat16 by about 0.01."""
+    """Maximum mean difference in nats between the engine's and the policy's log-probabilities after a sync. With
+    float32 on both sides it is about 1e-5, with bfloat16 about 0.01."""
     timeout_s: float = bounded(3600.0, above=0)
-    """Seconds for one sync or one round of samples."""
+    """Time limit in seconds for one sync or one round of samples."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Further arguments of `vllm.LLM`, such as gpu_memory_utilization, tensor_parallel_size or dtype."""
+    """Additional arguments of `vllm.LLM`, such as gpu_memory_utilization, tensor_parallel_size or dtype."""
 
 
 @dataclass
 class EngineSamplerConfig(SamplerConfig):
-    """Sampling, with the policy itself or through an inference engine."""
+    """Sampling, by the policy itself or through an inference engine."""
 
     engine: str = rare(choice("own", ("own", "vllm")))
-    """own: the policy samples in the process that trains it; vllm: vLLM does, in a separate Python, with weights
-    synced in every step. Evaluations always sample with the policy."""
+    """own: sample in the training process; vllm: sample with vLLM in a separate Python environment, with weights synced
+    every step. Evaluations always sample with the policy."""
     vllm: VllmConfig = rare(only_with(field(default_factory=VllmConfig), engine="vllm"))
     """Settings of vLLM."""
 
     def validate(self) -> None:
-        """Refuse settings that the engine cannot serve; raises ConfigError."""
+        """Reject settings that the engine does not support; raises ConfigError."""
         super().validate()
         if self.engine == "own":
             return
         if self.top_p < 1 or self.top_k > 0:
             raise ConfigError(
-                f"sampler.top_p is {self.top_p:g} and top_k {self.top_k}; vLLM records no log-probabilities of the "
-                "full distribution then, so use 1 and 0, or sampler.engine: own"
+                f"sampler.top_p is {self.top_p:g} and top_k {self.top_k}; with these, vLLM does not record "
+                "log-probabilities of the full distribution; use 1 and 0, or sampler.engine: own"
             )
         if owned := sorted(set(self.vllm.options) & set(OWNED)):
-            raise ConfigError(f"sampler.vllm.options has {owned[0]}, which the sampler sets itself; leave it out")
+            raise ConfigError(f"sampler.vllm.options has {owned[0]}, which the sampler sets itself; remove it")
         host, _, port = self.vllm.address.rpartition(":")
         if self.vllm.address and not (host and port.isdigit()):
             raise ConfigError(f"sampler.vllm.address is '{self.vllm.address}'; expected HOST:PORT")
 
 
 class EngineSampler:
-    """Samples through vLLM, prompts and responses of at most `longest` tokens together; None for the model's own."""
+    """Samples through vLLM; prompt and response have at most `longest` tokens together, None for the model's limit."""
 
     def __init__(self, config: EngineSamplerConfig, longest: int | None = None) -> None:
         self.config, self._longest, settings = config, longest, config.vllm
@@ -261,7 +261,7 @@ class EngineSampler:
         """Mean difference of the log-probabilities at the last sync, in nats."""
 
     def load(self, weights: VlmPolicy, version: int) -> None:
-        """Write the policy's weights and let the engine load them, unless it has this version."""
+        """Write the policy's weights and let the engine load them, unless it already has this version."""
         if self._policy is weights and version == self._version:
             return
         self._policy = weights
@@ -323,7 +323,7 @@ class EngineSampler:
         return samples
 
     def close(self) -> None:
-        """End the engine and delete the folder of weights."""
+        """Stop the engine and delete the folder with weights."""
         self._connection.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
@@ -346,23 +346,23 @@ class EngineSampler:
         self.difference = float(((own - samples.logp[rows]).abs() * mask).sum() / mask.sum())
         if not self.difference <= self.config.vllm.tolerance:
             raise RunError(
-                f"weights {self._version} did not arrive whole in vLLM: its log-probabilities differ from the policy's "
-                f"by {self.difference:.3g} nats a token, and sampler.vllm.tolerance is {self.config.vllm.tolerance:g}; "
-                "where the two only compute in different precisions, raise it"
+                f"weights {self._version} did not arrive intact in vLLM: its log-probabilities differ from the "
+                f"policy's by {self.difference:.3g} nats per token, but sampler.vllm.tolerance is "
+                f"{self.config.vllm.tolerance:g}; if the two only differ in precision, raise it"
             )
         self._checked = True
 
 
 def check_engine(config: SamplerConfig, rollers: RollersConfig) -> None:
-    """Refuse an engine that cannot serve this run, before a model is loaded; raises UserError."""
+    """Reject an engine that cannot serve this run, before a model is loaded; raises UserError."""
     if not isinstance(config, EngineSamplerConfig) or config.engine == "own":
         return
     if not config.vllm.address:
         engine_python(config.vllm.python)
     elif int(os.environ.get("WORLD_SIZE", "1")) > 1 or rollers.engine != "local":
         raise UserError(
-            "sampler.vllm.address names one server, which serves one process at a time, and this run has several; "
-            "leave it out, so that each starts its own engine"
+            "sampler.vllm.address is a single server, which serves one process at a time, but this run has several; "
+            "remove it so that each process starts its own engine"
         )
 
 
@@ -393,7 +393,7 @@ def _with_one_placeholder(prompt: Prompt, images: int) -> np.ndarray:
     found = int((kinds[~inside] != TEXT).sum())
     if found != images:
         raise UserError(
-            f"sampler.engine: vllm reads images, each with one run of placeholders; a prompt has {found} runs for "
+            f"sampler.engine: vllm needs one run of placeholders per image, but a prompt has {found} runs for "
             f"{images} images (videos and joined images need sampler.engine: own)"
         )
     return kept.numpy()
@@ -411,8 +411,8 @@ def _check_prompts(prompts: Sequence[Prompt], arrays: Any) -> None:
     for prompt, own in zip(prompts, read, strict=True):
         if prompt.input_ids.tolist() != own.tolist():
             raise RunError(
-                f"vLLM reads a prompt of {len(prompt)} tokens as {len(own)} others; its processor makes other image "
-                "tokens than the suite's, so use sampler.engine: own"
+                f"vLLM reads a prompt of {len(prompt)} tokens as {len(own)} different ones; its processor makes "
+                "different image tokens, so use sampler.engine: own"
             )
 
 
@@ -426,7 +426,7 @@ def _samples(policy: VlmPolicy, prompts: Sequence[Prompt], answer: Any) -> Sampl
     logp = torch.zeros(place.shape)
     logp[place] = torch.from_numpy(answer.arrays["logp"]).float()
     if not bool(torch.isfinite(logp).all()):
-        raise RunError("vLLM returned log-probabilities that are not finite; look at its weights and its precision")
+        raise RunError("vLLM returned log-probabilities that are not finite; check its weights and precision")
     rows = [row[:length] for row, length in zip(ids.tolist(), lengths.tolist(), strict=True)]
     texts = policy.turns.decode(rows)
     device = policy.device

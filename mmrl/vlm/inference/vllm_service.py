@@ -1,4 +1,4 @@
-"""vLLM as a service: sampling and weights of a trainer, in vLLM's own Python.
+"""vLLM as a service: sampling with a trainer's weights, in vLLM's own Python environment.
 
 Run by its path (`mmrl/workers/serve.py`, `mmrl/workers/listen.py`) in an environment that has vLLM, and not this
 package. Requests, each named by `do`:
@@ -41,7 +41,7 @@ request says."""
 
 
 class RequestError(Exception):
-    """A request that cannot be answered; the message is for the user."""
+    """A request that cannot be fulfilled; the message is for the user."""
 
     for_user = True
 
@@ -82,7 +82,7 @@ class VllmService:
         folder = fields["folder"]
         if not os.path.isdir(folder):
             raise RequestError(
-                f"{folder} is no folder of this machine; sampler.vllm.folder must be one of both machines"
+                f"{folder} does not exist on this machine; sampler.vllm.folder must be accessible from both machines"
             )
         if self._llm is None:
             from vllm import LLM
@@ -111,7 +111,7 @@ class VllmService:
         from vllm import SamplingParams
 
         if self._version != fields["version"]:
-            raise RequestError(f"weights {fields['version']} are asked for, and {self._version} are loaded")
+            raise RequestError(f"weights {fields['version']} were requested, but {self._version} are loaded")
         prompts: list[Any] = []
         for number, images in enumerate(fields["images"]):
             shown = [Image.fromarray(arrays[f"image{number}.{place}"]) for place in range(images)]

@@ -3,7 +3,7 @@
 Positive and negative samples are treated differently inside GRPO:
 
 - DADS, difficulty-adaptive divergence shaping: the KL penalty of positive samples is weighted by
-  w = 1 - exp(-e (1 - d)), d the share of wrong answers in the group; 1 for negatives and for d in {0, 1}.
+  w = 1 - exp(-e (1 - d)), d the fraction of wrong answers in the group; 1 for negatives and for d in {0, 1}.
 - STCR, suboptimal complexity regularisation: the advantage of a wrong sample longer than the mean correct
   one by delta tokens is multiplied by 1 + (1 - base^-delta).
 
@@ -39,9 +39,9 @@ class ApoSettings:
     """Options of the two asymmetric parts."""
 
     dads: str = choice("one_minus_exp", lambda: ("off", *DADS_SHAPES), or_function=True)
-    """Shape of the KL weight of positives: one_minus_exp (active in the code), exp, off, or module:function of d."""
+    """Shape of the KL weight of positives: one_minus_exp (active in the code), exp, off, or a module:function of d."""
     stcr_base: float = bounded(1.00001, at_least=1)
-    """Base of the length penalty of wrong samples; 1 switches it off; small models need about 1.01 to 1.05."""
+    """Base of the length penalty of incorrect samples; 1 disables it. Small models need about 1.01 to 1.05."""
 
 
 @dataclass
@@ -67,7 +67,7 @@ class ApoConfig(VlmConfig):
 
 
 def difficulty(correct: Tensor, group: Tensor) -> Tensor:
-    """Share d (B,) of wrong samples in each row's group; 1 where no sample of the group was scored.
+    """Fraction d (B,) of incorrect samples in each row's group; 1 if no sample of the group was scored.
 
     `correct` (B,) is 1 for right, 0 for wrong and NaN for samples without a score, which do not count.
 
@@ -80,7 +80,7 @@ def difficulty(correct: Tensor, group: Tensor) -> Tensor:
 
 
 def length_multipliers(lengths: Tensor, correct: Tensor, group: Tensor, base: float) -> Tensor:
-    """STCR: factor 1 + s (B,), s in [0, 1), on the advantage of wrong samples longer than the mean correct one.
+    """STCR: factor 1 + s (B,), s in [0, 1), on the advantage of incorrect samples longer than the mean correct one.
 
     `lengths` (B,) are response tokens with the end token, `correct` is that of `difficulty`, and `base` is b of
     1 - b^-delta. The factor is 1 in groups without a correct sample.
@@ -97,7 +97,7 @@ def length_multipliers(lengths: Tensor, correct: Tensor, group: Tensor, base: fl
 
 
 def kl_weights(advantage: Tensor, hardness: Tensor, shape: Callable[[Tensor], Tensor]) -> Tensor:
-    """DADS: weight (B,) of each sample's KL penalty, `shape` of the difficulty d (B,); 1 where A <= 0 or d is 0 or 1.
+    """DADS: weight (B,) of each sample's KL penalty, `shape` of the difficulty d (B,); 1 if A <= 0 or d is 0 or 1.
 
     Source: View-R1, openrlhf/trainer/ppo_utils/experience_maker.py.
     """
@@ -133,7 +133,7 @@ class ApoRecipe(VlmRecipe):
         return "\n".join(
             [
                 super().describe(),
-                f"APO: KL of positive samples times {self.config.apo.dads}(share of wrong samples in the group);",
+                f"APO: KL of positive samples times {self.config.apo.dads}(fraction of wrong samples in the group);",
                 f"     A of wrong ones times 2 - {self.config.apo.stcr_base:g}^-(tokens beyond the mean correct one)",
             ]
         )

@@ -1,4 +1,4 @@
-"""Options of difficulty-aware augmentation: which questions are made easier or harder in training, and how much."""
+"""Options of difficulty-aware augmentation: which questions are made easier or harder in training, and by how much."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from mmrl.vlm.data.task import VlmTask
 
 @dataclass
 class AugmentationSettings:
-    """Hints for hard questions and noise for easy ones; a scale of 0 switches one off."""
+    """Hints for hard questions and noise for easy ones; a scale of 0 disables either."""
 
     measure: str = rare(choice("history", ("history", "probe")))
-    """Source of a question's own mean reward: history, its last group, so that a question is changed from its second
-    time on; probe, samples drawn of it first in every step, which cost as much as others."""
+    """Source of a question's mean reward. history: its last group, so a question is changed from its second occurrence
+    on; probe: extra samples drawn first in every step, which cost as much as any others."""
     probe_samples: int = rare(only_with(bounded(4, at_least=1), measure="probe"))
-    """Samples of each question that `measure: probe` draws."""
+    """Number of samples per question that `measure: probe` draws."""
     window: int = rare(bounded(100, at_least=1))
-    """Last samples whose mean reward a question is compared with."""
+    """Number of last samples whose mean reward a question is compared with."""
     hint_scale: float = bounded(1.0, at_least=0)
-    """Share of a trace that is given for a difficulty of 1, in units of the reward; 0 = no hints."""
+    """Fraction of a trace to reveal at a difficulty of 1 (in units of the reward); 0 = no hints."""
     hint_max: float = rare(bounded(0.5, above=0, at_most=1))
-    """Largest share of a trace that is given."""
+    """Maximum fraction of a trace to reveal."""
     traces: int = rare(bounded(4, at_least=1))
-    """Traces sampled for each hard question with the answer in it; they count in the cost."""
+    """Number of traces sampled for each hard question, with the answer in the prompt; they count towards the cost."""
     max_hinted: int = bounded(0, at_least=0)
-    """Most questions of a step, in each process, that traces are sampled for, the hardest first; 0 = all hard ones."""
+    """Maximum number of questions per step and process to sample traces for, hardest first; 0 = all hard ones."""
     hint_place: str = choice("question", ("question", "answer"))
-    """question: the hint is text of the question; answer: the answer begins with it, which models that follow no
-    instructions can use too."""
+    """question: the hint is part of the question; answer: the response begins with it, which also works for models that
+    do not follow instructions."""
     hint_template: str = rare(only_with("{question} Hint: {hint}", hint_place="question"))
     """Question with a hint, for `hint_place: question`; {question} is replaced by the text of the question."""
     answer_template: str = "{question} The answer is {answer}. Explain how to find it."
-    """Question that traces are sampled for."""
+    """Question with the answer, from which traces are sampled."""
     think_start: str = rare("<think>")
     """Text that a response's reasoning begins with."""
     think_end: str = rare("</think>")
     """Text that a response's reasoning ends with."""
     noise_scale: float = bounded(0.5, at_least=0)
-    """Standard deviation of the noise, as a share of full contrast, for a difficulty of -1; 0 = no noise."""
+    """Standard deviation of the noise at a difficulty of -1, as a fraction of full contrast; 0 = no noise."""
     noise_max: float = rare(bounded(0.3, above=0))
-    """Largest standard deviation of the noise."""
+    """Maximum standard deviation of the noise."""
 
     @property
     def enabled(self) -> bool:
@@ -58,7 +58,7 @@ class AugmentationSettings:
         return self.hint_scale > 0 or self.noise_scale > 0
 
     def hint_fraction(self, difficulty: float) -> float:
-        """Share of a trace that is given, clip(hint_scale * difficulty, 0, hint_max)."""
+        """Fraction of a trace to reveal, clip(hint_scale * difficulty, 0, hint_max)."""
         return min(max(self.hint_scale * difficulty, 0.0), self.hint_max)
 
     def noise_sigma(self, difficulty: float) -> float:
@@ -66,13 +66,13 @@ class AugmentationSettings:
         return min(max(-self.noise_scale * difficulty, 0.0), self.noise_max)
 
     def validate(self) -> None:
-        """Refuse templates and marks that leave something out; raises ConfigError."""
+        """Reject incomplete templates and empty markers; raises ConfigError."""
         for key, name in (("answer_template", "answer"), ("hint_template", "hint")):
             if f"{{{name}}}" not in getattr(self, key):
-                raise ConfigError(f"augmentation.{key} is {getattr(self, key)!r}; it must hold {{{name}}}")
+                raise ConfigError(f"augmentation.{key} is {getattr(self, key)!r}; it must contain {{{name}}}")
         for key in ("think_start", "think_end"):
             if not getattr(self, key):
-                raise ConfigError(f"augmentation.{key} is empty; name the text, such as <think> and </think>")
+                raise ConfigError(f"augmentation.{key} is empty; set the text, such as <think> and </think>")
 
 
 IMAGES, VIDEOS = 0, 1
@@ -84,13 +84,13 @@ class AugmentedTask(VlmTask):
     """A question with its augmentation in one training step."""
 
     given_start: str = ""
-    """Text that the answer begins with."""
+    """Text that the response begins with."""
     hint_fraction: float = 0.0
-    """Share of a reasoning trace in the question or in the start of its answer; 0 without a hint."""
+    """Fraction of a reasoning trace in the question or at the start of its response; 0 without a hint."""
     noise_sigma: float = 0.0
-    """Standard deviation of the noise on images and frames, as a share of full contrast."""
+    """Standard deviation of the noise on images and frames, as a fraction of full contrast."""
     noise_seed: int = 0
-    """Seed of the noise: the same question always looks the same."""
+    """Seed of the noise, so that the same question always looks the same."""
 
     @property
     def answer_start(self) -> str:
@@ -133,7 +133,7 @@ def noisy_frames(frames: Frames, sigma: float, rng: np.random.Generator) -> Fram
 
 
 def rewrite_question(task: VlmTask, template: str, **values: str) -> list[dict[str, Any]]:
-    """Chat turns of a task with another text in the last user turn."""
+    """Chat turns of a task with a different text in the last user turn."""
     turns = [{**turn, "content": list(turn["content"])} for turn in task.messages]
     content = next(turn for turn in reversed(turns) if turn["role"] == "user")["content"]
     last = max((index for index, item in enumerate(content) if item["type"] == "text"), default=len(content))
@@ -146,7 +146,7 @@ def rewrite_question(task: VlmTask, template: str, **values: str) -> list[dict[s
 
 
 def reasoning_of(text: str, start: str, end: str) -> str:
-    """The text between two marks in a response, from its beginning if the first mark is missing."""
+    """The text between two markers in a response, from its beginning if the first marker is missing."""
     _, found, rest = text.partition(start)
     return (rest if found else text).partition(end)[0]
 

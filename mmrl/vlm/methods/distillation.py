@@ -1,4 +1,4 @@
-"""Distillation: the policy learns a teacher's probabilities for its sampled answers, or for given ones.
+"""Distillation: the policy learns a teacher's probabilities for its sampled responses, or for given ones.
 
 Two ways, which can be added up, also to the rewards of the objective:
 
@@ -45,10 +45,10 @@ from mmrl.vlm.vlm_recipe import VlmRecipe
 
 @dataclass
 class DistilSettings(DistilWeights):
-    """Weights of the teacher's parts, the divergence, and the answers that it applies to."""
+    """Weights of the teacher's terms, the divergence, and the responses that it applies to."""
 
     on_policy: float = rare(bounded(1.0, at_least=0, at_most=1))
-    """Probability that a question is answered by the policy; the others are learned from an answer of the data."""
+    """Probability that a question is answered by the policy; the other questions use an answer from the data."""
     target_key: str = rare(only_with("completion", on_policy=Unless(1)))
     """Column with the given answers, for `on_policy` below 1."""
 
@@ -57,7 +57,7 @@ class DistilSettings(DistilWeights):
         super().validate()
         if self.on_policy == 0 and not self.divergence:
             raise ValueError(
-                "distil.on_policy is 0, so nothing is sampled; set distil.divergence, which learns from the data"
+                "distil.on_policy is 0, so nothing is sampled; set distil.divergence to learn from the data"
             )
 
 
@@ -66,11 +66,12 @@ class DistilConfig(VlmConfig):
     """A distillation run."""
 
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
-    """The model that answers are compared with."""
+    """The model that responses are compared with."""
     distil: DistilSettings = field(default_factory=DistilSettings)
-    """Weights of the teacher's parts, and the kind of divergence."""
+    """Weights of the teacher's terms, and the kind of divergence."""
     objective: ObjectiveConfig = field(default_factory=importance_weighted)
-    """Policy loss of the advantages; the default is the importance-weighted loss without clip and KL to the start."""
+    """Policy loss of the advantages. Default: the importance-weighted loss without clipping and without a KL to the
+    initial policy."""
 
     @property
     def compared_samples(self) -> int | None:
@@ -96,7 +97,7 @@ class DistilRecipe(VlmRecipe):
         self.terms = [*self.terms, self.distillation]
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Sample answers to a share of the questions; the others have the answer of the data as their only row."""
+        """Sample responses to some of the questions; the others have the answer from the data as their only row."""
         # drawn for each question, so that it does not depend on the others in the batch
         sampled = streams.uniform(len(tasks), 1, purpose="on_policy") < self.config.distil.on_policy
         own, given = ([place for place, wanted in enumerate(sampled == side) if wanted] for side in (True, False))
@@ -113,7 +114,7 @@ class DistilRecipe(VlmRecipe):
         return joined.select_groups(torch.tensor(order))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
-        """Weigh the objective's advantages, and add the teacher's reward of each sampled token."""
+        """Weight the objective's advantages, and add the teacher's reward of each sampled token."""
         return self.distillation.teach(super().advantages(rollouts, accelerator, step))
 
     def _divergence(self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs) -> Tensor:
@@ -139,7 +140,7 @@ class DistilRecipe(VlmRecipe):
         )
 
     def check_data(self) -> None:
-        """Refuse questions without a column of the prompt, or without an answer that is learned; raises UserError."""
+        """Reject questions that lack a column of the prompt, or the answer to learn; raises UserError."""
         self.config.teacher.check_columns(self.train_tasks)
         key = self.config.distil.target_key
         if self.config.distil.on_policy == 1.0:

@@ -1,4 +1,4 @@
-"""AMPO: answers of several teachers for questions that the policy always gets wrong (arXiv 2510.02227).
+"""AMPO: answers from several teachers for questions that the policy always gets wrong (arXiv 2510.02227).
 
 A row of the data has a column of teachers' answers, {model, text} each. Where no sample of a question is right,
 `count` of its samples, drawn at random, are exchanged for the answers that the policy comprehends best: those after
@@ -42,15 +42,15 @@ RESPONSES = "teacher_responses"
 ANSWER_MARK = "<answer>"
 """Text that separates a teacher's reasoning from its answer, in the format of the paper's prompts."""
 LEAST_REWARD = 1.0
-"""Smallest reward of a teacher's answer."""
+"""Minimum reward of a teacher's answer."""
 
 
 @dataclass
 class TeachersSettings:
-    """Answers of teachers for questions that all samples miss."""
+    """Teachers' answers for questions that all samples get wrong."""
 
     count: int = bounded(2, at_least=1)
-    """Most samples of a group that are exchanged."""
+    """Maximum number of samples per group to replace."""
 
 
 @dataclass
@@ -58,18 +58,18 @@ class MultiTeacherConfig(VlmConfig):
     """An AMPO run."""
 
     teachers: TeachersSettings = field(default_factory=TeachersSettings)
-    """Answers of teachers for questions that all samples miss."""
+    """Teachers' answers for questions that all samples get wrong."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="multi_teacher"))
     """Objective that is optimised."""
 
 
 class Teachers(Replacing):
-    """Teachers' answers for questions that all samples miss."""
+    """Replaces samples by teachers' answers, for questions that all samples get wrong."""
 
     settings: TeachersSettings
 
     def check_data(self, tasks: Sequence[VlmTask]) -> None:
-        """Refuse questions without any teacher's answer, or with one of another shape; raises UserError."""
+        """Reject questions without any teacher's answer, or with one in the wrong format; raises UserError."""
         given = [self._texts(task) for task in tasks]
         if not any(given):
             key, columns = RESPONSES, ", ".join(tasks[0].columns)
@@ -81,7 +81,7 @@ class Teachers(Replacing):
     def replacements(
         self, policy: VlmPolicy, rollouts: Rollouts, failed: Sequence[int], streams: Streams, step: Step
     ) -> Exchange | None:
-        """The answers that the policy comprehends best, in the places of samples drawn at random."""
+        """The answers that the policy understands best, replacing randomly drawn samples."""
         payload, settings = VlmPayload.of(rollouts), self.settings
         chosen: list[tuple[int, str]] = []
         leaving: list[int] = []
@@ -115,7 +115,7 @@ class Teachers(Replacing):
         return {"replaced/too_long": float(self.replaced["too_long"])} | super().metrics(rollouts, step)
 
     def comprehension(self, policy: VlmPolicy, rollouts: Rollouts, group: int, texts: Sequence[str]) -> Tensor:
-        """(n,) on the host: mean probability of the right answer's tokens behind the reasoning of each text.
+        """(n,) on the host: mean probability of the correct answer's tokens after the reasoning of each text.
 
         -1 where a text has no `ANSWER_MARK`, or the question no answer.
         """
@@ -146,7 +146,7 @@ class Teachers(Replacing):
     def formula(self) -> str:
         """The exchange."""
         return (
-            f"where no sample is right: up to {self.settings.count} samples make room for the teachers' answers after "
+            f"if no sample is right: up to {self.settings.count} samples make room for the teachers' answers after "
             "whose reasoning the right answer is likeliest"
         )
 
@@ -158,8 +158,8 @@ class Teachers(Replacing):
             text: Any = entry.get("text") if isinstance(entry, dict) else entry
             if not isinstance(text, str):
                 raise UserError(
-                    f"data: question {task.id} has {entry!r} in column '{key}'; a teacher's "
-                    'answer is {"model": ..., "text": ...}'
+                    f"data: question {task.id} has {entry!r} in column '{key}'; a teacher's answer "
+                    'must be {"model": ..., "text": ...}'
                 )
             try:
                 check_no_media(task, key, text, "media_in_answer")
@@ -180,7 +180,7 @@ class Teachers(Replacing):
 
 
 class MultiTeacherRecipe(VlmRecipe):
-    """The objective `multi_teacher`, or another, with teachers' answers where every sample fails."""
+    """The objective `multi_teacher`, or another, with teachers' answers if every sample fails."""
 
     config: MultiTeacherConfig
 

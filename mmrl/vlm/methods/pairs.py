@@ -1,4 +1,4 @@
-"""Pairs of a preferred and a rejected answer to a question, or single answers with a label, in the columns of TRL.
+"""Pairs of a preferred and a rejected response to a question, or single responses with a label, in TRL's columns.
 
 A side is a text, or chat turns that end with one assistant turn; turns that repeat the question before it are dropped.
 
@@ -34,23 +34,23 @@ class PairColumns:
     chosen: str
     rejected: str
     scores: tuple[str, str] | None = None
-    """Columns of the two scores, where the loss reads them."""
+    """Columns of the two scores, if the loss reads them."""
     single: tuple[str, str] | None = None
-    """Columns of a single answer and of its label, true for a desirable one, where the loss learns from such rows."""
+    """Columns of a single response and its label (true if desirable), if the loss learns from such rows."""
 
 
 def has_sides(tasks: Sequence[VlmTask], columns: PairColumns) -> bool:
-    """Whether a data set has the columns of both sides."""
+    """Whether a dataset has the columns of both responses."""
     return bool(tasks) and all(name in tasks[0].columns for name in (columns.chosen, columns.rejected))
 
 
 def has_labels(tasks: Sequence[VlmTask], columns: PairColumns) -> bool:
-    """Whether a data set has single answers with labels instead of pairs."""
+    """Whether a dataset has single responses with labels instead of pairs."""
     return bool(tasks) and columns.single is not None and _is_single(tasks[0], columns)
 
 
 def keep_pairs(loaded: LoadedTasks, columns: PairColumns) -> LoadedTasks:
-    """Read both sides of each question, or its only answer, as texts and leave out those that cannot be learnt from.
+    """Read both responses to each question, or its only one, as texts, and skip the unusable ones.
 
     Args:
         loaded: questions with the columns of both sides, or of an answer and its label.
@@ -70,19 +70,19 @@ def keep_pairs(loaded: LoadedTasks, columns: PairColumns) -> LoadedTasks:
 
 
 def names_of(task: VlmTask, columns: PairColumns) -> tuple[str, ...]:
-    """Columns of the preferred and the rejected side of a question, or of its only answer."""
+    """Columns of the preferred and the rejected response to a question, or of its only response."""
     if columns.single is not None and _is_single(task, columns):
         return columns.single[:1]
     return columns.chosen, columns.rejected
 
 
 def sides_of(task: VlmTask, columns: PairColumns) -> tuple[str, ...]:
-    """The preferred and the rejected text of a question that `keep_pairs` read, or its only answer."""
+    """The preferred and the rejected text of a question that `keep_pairs` read, or its only response."""
     return tuple(task.columns[name] for name in names_of(task, columns))
 
 
 def marks_of(task: VlmTask, columns: PairColumns) -> tuple[float, ...]:
-    """1 for each desirable answer among `sides_of`, 0 for the others."""
+    """1 for each desirable response among `sides_of`, 0 for the others."""
     if columns.single is not None and _is_single(task, columns):
         return (float(task.columns[columns.single[1]]),)
     return 1.0, 0.0
@@ -91,7 +91,7 @@ def marks_of(task: VlmTask, columns: PairColumns) -> tuple[float, ...]:
 def tokenise_sides(
     policy: VlmPolicy, task: VlmTask, prompt: Prompt, columns: PairColumns, longest: int | None
 ) -> list[list[int]]:
-    """Tokens of each side with the end token, never cut."""
+    """Tokens of each response with the end token, never truncated."""
     banned = set(policy.banned_ids.tolist())
     room = policy.positions - len(prompt)
     limit = room if longest is None else min(room, longest)
@@ -99,15 +99,20 @@ def tokenise_sides(
     for name, text in zip(names_of(task, columns), sides_of(task, columns), strict=True):
         ids = policy.encode_answer(prompt, text)
         if len(ids) > limit:
-            message = f"column '{name}' has {len(ids)} tokens, behind its prompt there is room for {limit}; pairs are "
-            raise TaskError("long_side", task.id, f"{message}never cut: shorten it, or leave such rows out")
+            message = (
+                f"column '{name}' has {len(ids)} tokens, but after its prompt there is only room for {limit}; pairs "
+                "are "
+            )
+            raise TaskError("long_side", task.id, f"{message}never truncated: shorten it, or remove such rows")
         if marked := banned & set(ids):
             token = policy.processor.tokenizer.convert_ids_to_tokens(min(marked))
-            raise TaskError("media_in_side", task.id, f"column '{name}' holds {token}, which no answer may hold")
+            raise TaskError(
+                "media_in_side", task.id, f"column '{name}' contains {token}, which is not allowed in a response"
+            )
         found.append(ids)
     if len(found) == 2 and found[0] == found[1]:
         raise TaskError(
-            "equal_sides", task.id, f"both sides have the same tokens: {shortened(sides_of(task, columns)[0])!r}"
+            "equal_sides", task.id, f"both responses have the same tokens: {shortened(sides_of(task, columns)[0])!r}"
         )
     return found
 
@@ -144,16 +149,16 @@ def _text_of(task: VlmTask, name: str) -> str:
     cell = task.columns.get(name)
     if cell is None:
         columns = ", ".join(key for key, value in task.columns.items() if value is not None) or "none"
-        raise TaskError("missing_side", task.id, f"no answer in column '{name}'; the row's other columns: {columns}")
+        raise TaskError("missing_side", task.id, f"no response in column '{name}'; the row's other columns: {columns}")
     text = cell if isinstance(cell, str) else last_turn(task, name, cell)
     if not text.strip():
-        raise TaskError("empty_side", task.id, f"the answer in column '{name}' is empty")
+        raise TaskError("empty_side", task.id, f"the response in column '{name}' is empty")
     check_no_media(task, name, text, "media_in_side")
     return text
 
 
 ORDERS = {"logps/accuracies": "accuracy/likelier", "rewards/accuracies": "accuracy/rewards"}
-"""Shares of pairs in the right order, and their names in evaluations."""
+"""Fractions of pairs in the correct order, and their names in evaluations."""
 
 
 @dataclass
@@ -165,7 +170,8 @@ class PairMeasure(Measure[VlmTask]):
     """
 
     make_pairs: Callable[[Sequence[VlmTask]], Rollouts | None]
-    """Rollouts of questions with both sides, with the reference's log-probabilities; None if no question is usable."""
+    """Rollouts of questions with both responses, with the reference's log-probabilities; None if no question is
+    usable."""
     logp: Callable[[Rollouts], Tensor]
     """Log-probabilities (B, T) of rollouts under the policy."""
     objective: PreferenceObjective
@@ -173,11 +179,11 @@ class PairMeasure(Measure[VlmTask]):
 
     @property
     def batch_size(self) -> int:
-        """Pairs that are scored together."""
+        """Number of pairs scored together."""
         return self.batch_tasks
 
     def run(self, batch: Sequence[Trial[VlmTask]], start: int) -> list[Row]:
-        """Score pairs; those that cannot be used are left out."""
+        """Score pairs, skipping unusable ones."""
         rollouts = self.make_pairs([trial.task for trial in batch])
         if rollouts is None:
             return []
@@ -199,7 +205,7 @@ class PairMeasure(Measure[VlmTask]):
         ]
 
     def metrics(self, rows: Sequence[Row], tasks: Sequence[VlmTask]) -> dict[str, float]:
-        """Shares in the right order with intervals, and means."""
+        """Fractions in the correct order with intervals, and means."""
         metrics = {"pairs/skipped": float(len(tasks) - len(rows))}
         for name in rows[0]["numbers"] if rows else ():
             values = [row["numbers"][name] for row in rows]
@@ -210,12 +216,12 @@ class PairMeasure(Measure[VlmTask]):
         return metrics
 
     def outcome(self, row: Row) -> Outcome:
-        """Whether the pair is in the right order."""
+        """Whether the pair is in the correct order."""
         numbers = row["numbers"]
         return Outcome(row["task"].id, {label: numbers[name] for name, label in ORDERS.items() if name in numbers})
 
     def record(self, row: Row) -> SampleRecord:
-        """Both sides, and whether they are in the right order."""
+        """Both responses, and whether they are in the correct order."""
         task: VlmTask = row["task"]
         numbers = row["numbers"]
         preferred, rejected = row["sides"]

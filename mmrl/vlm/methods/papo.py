@@ -134,7 +134,7 @@ class PapoConfig(VlmConfig):
     papo: PapoSettings = field(default_factory=PapoSettings)
     """The perception term."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="papo"))
-    """Base objective; the default is that of the public scripts, clip 0.2/0.3, dual clip 3, k3 0.01, token mean."""
+    """Base objective. Default: the one in the public scripts (clip 0.2/0.3, dual clip 3, k3 0.01, token mean)."""
 
 
 def gamma_at(settings: PapoSettings, step: int, total_steps: int) -> float:
@@ -325,7 +325,7 @@ class CorrectLikelihood(LossTerm):
     def __call__(
         self, policy: nn.Module, minibatch: Rollouts, scores: PolicyOutputs, counts: Denominators, step: Step
     ) -> TermLoss:
-        """Share of the mean over the tokens of all correct samples of the optimiser step."""
+        """Fraction of the mean over the tokens of all correct samples of the optimiser step."""
         # `counts` are of the whole optimiser step, so the parts of all micro-batches add up to the mean
         total = masked_sum(-scores.logp, self._mask(minibatch)).sum()
         return TermLoss({"loss/sft": self.coef * (total / max(counts.others[CORRECT_TOKENS], 1.0))})

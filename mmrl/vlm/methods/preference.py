@@ -58,7 +58,7 @@ from mmrl.vlm.vlm_recipe import Questions, VlmDomain
 
 
 class StartScores:
-    """Log-probabilities of both sides of each pair under the initial policy, a table by question.
+    """Log-probabilities of both responses of each pair under the initial policy, in a table by question.
 
     The reference of held-out pairs, and of training pairs where it is computed ahead. A table is filled once, before
     the first update, and is part of every checkpoint.
@@ -79,7 +79,7 @@ class StartScores:
         score: Callable[[VlmPolicy, Rollouts], Tensor],
         batch: int,
     ) -> None:
-        """Score the pairs of a data set.
+        """Score the pairs of a dataset.
 
         Args:
             name: of the table.
@@ -99,7 +99,7 @@ class StartScores:
         self._tables[name] = table
 
     def of(self, name: str, rollouts: Rollouts) -> Tensor:
-        """Log-probabilities (B, T) of the rows of some pairs, 0 behind each answer."""
+        """Log-probabilities (B, T) of the rows of some pairs, 0 after each response."""
         table = self._tables[name]
         payload = VlmPayload.of(rollouts)
         found = torch.zeros_like(rollouts.logp_old)
@@ -148,29 +148,30 @@ SIDES = ("chosen", "rejected")
 
 @dataclass
 class PreferenceRunConfig(GivenAnswersConfig):
-    """A run on pairs of answers. A held-out split with both columns measures pairs; with rewards, answers too."""
+    """A run on pairs of responses. A held-out split with both columns measures pairs; with rewards, also responses."""
 
     chosen_key: str = rare("chosen")
-    """Column of the preferred answer: a text, or chat turns."""
+    """Column with the preferred response: a text, or chat turns."""
     rejected_key: str = rare("rejected")
-    """Column of the rejected answer."""
+    """Column with the rejected response."""
     completion_key: str = rare("completion")
-    """Column of the answer in rows with a labelled answer instead of a pair; only used by the loss kto."""
+    """Column with the response in rows with one labelled response instead of a pair; only used by the loss kto."""
     label_key: str = rare("label")
-    """Column of that label, true where the answer is desirable."""
+    """Column with the label of a labelled response, true if the response is desirable."""
     chosen_score_key: str = rare("score_chosen")
-    """Column of the preferred answer's score; read by the losses sppo and refuel only."""
+    """Column with the preferred response's score; only used by the losses sppo and refuel."""
     rejected_score_key: str = rare("score_rejected")
-    """Column of the rejected answer's score."""
+    """Column with the rejected response's score."""
     max_side_tokens: int | None = rare(bounded(None, at_least=1))
-    """Pairs with a longer side are skipped and counted; empty: the model's positions minus the prompt."""
+    """Maximum response length in tokens; pairs with a longer response are skipped and counted. Default: the model's
+    positions minus the prompt."""
     objective: PreferenceConfig = field(default_factory=PreferenceConfig)
-    """Loss that is minimised."""
+    """Loss to minimise."""
     precompute_reference: bool = False
-    """Compute the reference's log-probabilities of all training pairs once, before the first step, instead of a pass
-    at each step; no copy of the model is kept then."""
+    """Compute the reference's log-probabilities of all training pairs once before the first step, instead of in each
+    step. No copy of the model is then kept."""
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
-    """The policy that answers are compared with."""
+    """The policy that responses are compared with."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -181,38 +182,38 @@ class PreferenceRunConfig(GivenAnswersConfig):
         check_preference(objective, ("kl_baseline",))
         if isinstance(objective.score, DecisionScore):
             raise ValueError(
-                "objective.score is 'decision', which compares two answers token by token; it is for noisy versions of "
-                "images, use sum or mean"
+                "objective.score is 'decision', which compares two responses token by token and only applies to "
+                "noisy versions of images; use sum or mean"
             )
         if self.chosen_key == self.rejected_key:
-            raise ValueError(f"chosen_key and rejected_key are both '{self.chosen_key}'; name two columns")
+            raise ValueError(f"chosen_key and rejected_key are both '{self.chosen_key}'; use two different columns")
         unread: tuple[str, ...] = () if objective.needs_scores else ("chosen_score_key", "rejected_score_key")
         unread += ("completion_key", "label_key") if objective.loss.paired or objective.needs_scores else ()
         for name in unread:
             if getattr(self, name) != getattr(PreferenceRunConfig, name):
                 raise ValueError(
-                    f"{name} is set, but the loss '{objective.loss.kind}' reads no such column; leave it out"
+                    f"{name} is set, but the loss '{objective.loss.kind}' does not use this column; remove it"
                 )
         if self.precompute_reference and not objective.needs_reference:
-            raise ValueError("precompute_reference is true, but the objective has no reference; leave it out")
+            raise ValueError("precompute_reference is true, but the objective has no reference; remove it")
         if "kl_baseline" in objective.needs:
             # answers to other questions change from step to step, and cannot be scored ahead
             if self.precompute_reference:
                 raise ValueError(
-                    f"precompute_reference is true, but the loss '{objective.loss.kind}' compares answers to other "
-                    "questions of the step with the reference too; leave it out"
+                    f"precompute_reference is true, but the loss '{objective.loss.kind}' also compares responses to "
+                    "other questions of the step with the reference; remove precompute_reference"
                 )
             # a question alone has no answer to another one
             if self.trainer.tasks_per_step < 2:
                 raise ValueError(
-                    f"trainer.tasks_per_step is 1, but the loss '{objective.loss.kind}' reads answers to other "
+                    f"trainer.tasks_per_step is 1, but the loss '{objective.loss.kind}' uses responses to other "
                     "questions of the step; use at least 2"
                 )
         # an average of weights changes with the run
         if self.precompute_reference and self.reference.kind not in ("auto", "frozen", "adapter"):
             raise ValueError(
-                f"precompute_reference is true, but reference.kind is '{self.reference.kind}'; only the model at the "
-                "start can be computed ahead, use auto"
+                f"precompute_reference is true, but reference.kind is '{self.reference.kind}'; only the initial model "
+                "can be precomputed; use auto"
             )
 
     @property
@@ -243,23 +244,24 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
             self.terms = [*self.terms, MismatchedAnswers(self)]
 
     def check_data(self) -> None:
-        """Refuse held-out questions of which nothing would be measured; raises UserError."""
+        """Reject held-out questions for which nothing would be measured; raises UserError."""
         config = self.config
         for split, tasks in self.eval_tasks.items():
             if not config.scoring.rewards and not has_sides(tasks, self.columns):
                 raise UserError(
                     f"eval_data.{split} has no columns '{config.chosen_key}' and '{config.rejected_key}', and "
-                    "evaluation.rewards is empty: nothing would be measured; give pairs, or rewards such as exact"
+                    "evaluation.rewards is empty, so nothing would be measured; provide pairs, or rewards such as "
+                    "exact"
                 )
 
     def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
-        """Read both sides of each question, or its labelled answer; a held-out split may be questions alone."""
+        """Read both responses to each question, or its labelled one; a held-out split may contain only questions."""
         if training or has_sides(loaded.tasks, self.columns) or has_labels(loaded.tasks, self.columns):
             return keep_pairs(loaded, self.columns)
         return loaded
 
     def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Tokenise both sides of each pair; pairs that do not fit are counted and left out."""
+        """Tokenise both responses of each pair; pairs that do not fit are skipped and counted."""
         # with the policy before its first update
         self._fill_start_scores(policy, step)
         pairs = self.pairs_of(policy, tasks)
@@ -269,7 +271,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         return streams.among(tasks, VlmPayload.of(pairs).tasks).noted(pairs)
 
     def pairs_of(self, policy: VlmPolicy, tasks: Sequence[VlmTask]) -> Rollouts | None:
-        """Questions as groups of two rows, the preferred side first, or of one row; None if none can be used."""
+        """Questions as groups of two rows, the preferred response first, or of one row; None if none can be used."""
         kept: list[tuple[VlmTask, Prompt]] = []
         ids: list[list[int]] = []
         for task, prompt in zip(*self.encode(policy, tasks, allow_none=True), strict=True):
@@ -293,7 +295,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         return rollouts.replace(extras=extras)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Log-probabilities at temperature 1, as the answers were not sampled at another one."""
+        """Log-probabilities at temperature 1, because the responses were not sampled at another temperature."""
         return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
@@ -303,7 +305,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         return self.plus_terms(output, policy, minibatch, scores, denominators, step)
 
     def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
-        """Held-out pairs, and with rewards the answers to their questions."""
+        """Held-out pairs and, with rewards, the responses to their questions."""
         self._fill_start_scores(policy, step)
         measures = super().measures(policy, split, step) if self.config.scoring.rewards else []
         if has_sides(self.eval_tasks[split], self.columns):
@@ -328,7 +330,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         return self.scores_in_chunks(policy, rollouts, frozenset({"logp"})).logp
 
     def records(self, rollouts: Rollouts, limit: int) -> list[SampleRecord]:
-        """Both sides of some pairs with their implicit rewards under the policy as it is now."""
+        """Both responses of some pairs with their implicit rewards under the current policy."""
         # whole pairs, since a side alone shows nothing
         shown = rollouts.select_groups(torch.arange(min(max(limit // 2, 1), rollouts.num_groups)))
         payload, counted = VlmPayload.of(shown), [0, 0]
@@ -369,8 +371,8 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
                 continue
             if step.number and not without_adapter:
                 raise UserError(
-                    f"{name} was not part of the run when it began, and its pairs are compared with the model as it "
-                    "was then; start a new run with it"
+                    f"{name} was not part of the run when it started, but its pairs are compared with the model at "
+                    "that time; start a new run with it"
                 )
             batch = self.config.evaluation.batch_tasks
             with policy.disable_adapter() if without_adapter else nullcontext():
@@ -392,12 +394,12 @@ class StartReference(LossTerm):
         return frozenset({"logp_ref"})
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Look them up."""
+        """Look up the log-probabilities."""
         return rollouts.replace(logp_ref=self.start_scores.of(TRAINING, rollouts))
 
 
 class MismatchedAnswers(LossTerm):
-    """The baseline of KTO: mean log-ratio of answers to the questions that follow theirs in the step.
+    """The baseline of KTO: mean log-ratio of each response for the next question in the step.
 
     The answers are those of the step, as in the paper; it is computed once, before the update.
     """
@@ -409,7 +411,7 @@ class MismatchedAnswers(LossTerm):
         self.recipe = recipe
 
     def prepare(self, passes: Passes, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Add the baseline, the same in all rows of all processes."""
+        """Add the baseline, the same for all rows in all processes."""
         # on the host and in float64: the mean over processes should not depend on their number
         ratios: list[float] = []
         others = mismatched(rollouts, self.recipe.policy.positions)
@@ -428,7 +430,7 @@ class MismatchedAnswers(LossTerm):
 
 
 def mismatched(rollouts: Rollouts, positions: int) -> Rollouts | None:
-    """Questions with the answers to the one before, the first with those to the last; None if no row fits."""
+    """Questions with the responses to the previous one, the first with those to the last; None if no row fits."""
     payload, each = VlmPayload.of(rollouts), rollouts.num_rows // rollouts.num_groups
     if len(payload.prompts) < 2:
         return None

@@ -59,7 +59,7 @@ class RegGrpoConfig(VlmConfig):
     """A Reg-GRPO run."""
 
     augmentation: AugmentationSettings = field(default_factory=AugmentationSettings)
-    """Difficulty-aware augmentation; it works with any objective."""
+    """Difficulty-aware augmentation; works with any objective."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="reg_grpo"))
     """Objective that is optimised."""
 
@@ -73,7 +73,7 @@ class Augmentation(RolloutStage):
         self.recipe, self.settings = recipe, settings
         self.tracker = DifficultyTracker(settings.window)
         self._noted_rewards: list[tuple[tuple[int, int], tuple[str, list[float]]]] = []
-        """Rewards of questions, each with the number of its draw and its place in it."""
+        """Rewards of questions, each with the number of its draw and its position in it."""
         self._drawn: Counter[str] = Counter()
         self.added = {"rewards": self._noted_rewards, "drawn": self._drawn}
         # the hardest questions of a step are chosen among all
@@ -101,7 +101,7 @@ class Augmentation(RolloutStage):
         return asked
 
     def scored(self, policy: VlmPolicy, rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
-        """Note the rewards of each question for its difficulty."""
+        """Record the rewards of each question, for its difficulty."""
         if self.settings.measure == "history":
             tasks = VlmPayload.of(rollouts).tasks
             rewards: list[list[float]] = [[] for _ in tasks]
@@ -118,7 +118,7 @@ class Augmentation(RolloutStage):
         self._noted_rewards.clear()
 
     def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float | Metric]:
-        """How many questions of the step were changed and how much."""
+        """How many questions of the step were changed, and by how much."""
         tasks = VlmPayload.of(rollouts).tasks
         changed = [task for task in tasks if isinstance(task, AugmentedTask)]
         hints = [task.hint_fraction for task in changed if task.hint_fraction]
@@ -156,20 +156,20 @@ class Augmentation(RolloutStage):
         return "\n".join(lines)
 
     def check_data(self, tasks: Sequence[VlmTask]) -> None:
-        """Refuse hints without answers, and warn if no question can come back."""
+        """Reject hints without answers, and warn if no question can occur again."""
         settings, trainer = self.settings, self.recipe.config.trainer
         if settings.hint_scale:
             without = next((task for task in tasks if not _answer_of(task)), None)
             if without is not None:
                 raise UserError(
-                    f"data: {without.id} has no answer, which traces for hints are sampled with; name the column with "
+                    f"data: {without.id} has no answer, but sampling traces for hints needs one; set the column with "
                     "data.answer_key or set augmentation.hint_scale=0"
                 )
         drawn = trainer.steps * trainer.tasks_per_step
         if settings.enabled and settings.measure == "history" and drawn <= len(tasks):
             LOGGER.warning(
-                "augmentation.measure is history, but the %d questions drawn in this run are not more than the %d of "
-                "the data, so none comes back and none is changed; use measure: probe, more steps or fewer questions",
+                "augmentation.measure is history, but this run draws only %d questions from a dataset of %d, so no "
+                "question occurs twice and none is changed; use measure: probe, more steps or fewer questions",
                 drawn,
                 len(tasks),
             )
@@ -229,7 +229,7 @@ class Augmentation(RolloutStage):
     def _best_start(
         self, policy: VlmPolicy, texts: Sequence[str], rewards: Sequence[float], usual: float, difficulty: float
     ) -> str:
-        """Beginning of the best trace; empty where none earns more than the question usually does."""
+        """Beginning of the best trace; empty if none earns more than the question usually does."""
         settings = self.settings
         best = max(range(len(texts)), key=lambda index: rewards[index] if math.isfinite(rewards[index]) else -math.inf)
         # a hint that is no better than the policy's own answers would only give the answer away
@@ -285,7 +285,7 @@ class Augmentation(RolloutStage):
 
 
 class RegGrpoRecipe(VlmRecipe):
-    """Reg-GRPO, or another objective, on questions that are made easier or harder by how they went."""
+    """Reg-GRPO, or another objective, on questions that are made easier or harder depending on their rewards."""
 
     config: RegGrpoConfig
 

@@ -1,4 +1,4 @@
-"""Stages that exchange samples of questions without a right answer for rows from elsewhere."""
+"""Stages that replace samples by other rows, for questions without a correct sample."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.vlm_recipe import VlmRecipe
 
 Exchange = tuple[Tensor, Rollouts]
-"""The rows (k,) that leave, and the k rows that take their places."""
+"""The rows (k,) to remove, and the k rows that replace them."""
 
 
 class Replacing(RolloutStage, ABC):
-    """Replaces scored rows of questions without a right sample by rows from elsewhere.
+    """Replaces scored rows of questions without a correct sample by other rows.
 
     A subclass chooses in `replacements` which rows leave and which ones take their places.
     """
@@ -35,7 +35,7 @@ class Replacing(RolloutStage, ABC):
     def __init__(self, recipe: VlmRecipe, settings: Any) -> None:
         self.recipe, self.settings = recipe, settings
         self.replaced = Tally()
-        """Groups, groups that failed, and rows exchanged in the step."""
+        """Groups, failed groups, and rows replaced in the step."""
         self.added = {"replaced": self.replaced}
 
     @abstractmethod
@@ -57,7 +57,7 @@ class Replacing(RolloutStage, ABC):
         return rollouts.replace(extras={**rollouts.extras, SOURCE: torch.zeros_like(rollouts.group)})
 
     def scored(self, policy: VlmPolicy, rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
-        """Exchange rows of groups without a right answer."""
+        """Replace rows of groups without a correct sample."""
         correct = self.recipe.correct(rollouts).float().cpu()
         right = torch.zeros(rollouts.num_groups).index_add(0, rollouts.host.group, correct)
         failed = torch.nonzero(right == 0).flatten().tolist()
@@ -70,7 +70,7 @@ class Replacing(RolloutStage, ABC):
         return rollouts.exchanged(*found)
 
     def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
-        """What was exchanged in the step."""
+        """What was replaced in the step."""
         found = {
             "replaced/failed": self.replaced["failed"] / max(self.replaced["groups"], 1),
             "replaced/rows": float(self.replaced["rows"]),
@@ -106,7 +106,7 @@ class Replacing(RolloutStage, ABC):
         return rows.to(like.mask.device)
 
     def with_scores(self, rows: Rollouts, step: Step) -> Rollouts:
-        """Rows with the rewards of their texts; NaN where a reward failed."""
+        """Rows with the rewards of their texts; NaN if a reward failed."""
         payload = VlmPayload.of(rows)
         asked, tokens = [prompt.text for prompt in payload.prompts], payload.sampled_tokens(rows.mask)
         result = self.recipe.score_texts(payload.tasks, asked, payload.texts, tokens, step)
@@ -123,6 +123,6 @@ class Replacing(RolloutStage, ABC):
 
 
 def behind(rows: Rollouts, contexts: Sequence[Any]) -> Rollouts:
-    """Rows that are read behind other prompts than those of their groups, one context each."""
+    """Rows that are read after different prompts than their groups', one context each."""
     payload = VlmPayload.of(rows)
     return rows.replace(payload=dataclasses.replace(payload, contexts=[(context,) for context in contexts]))

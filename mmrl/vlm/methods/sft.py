@@ -33,10 +33,10 @@ from mmrl.vlm.vlm_recipe import Questions, VlmDomain
 
 @dataclass
 class GivenAnswersConfig(VlmParts, BaseRunConfig):
-    """A run on answers of the data; rewards and sampling belong to the evaluation of held-out questions."""
+    """A run on answers from the data; rewards and sampling are only used to evaluate held-out questions."""
 
     evaluation: VlmEvaluationConfig = field(default_factory=scoring_evaluation)
-    """Evaluation, with rewards that score answers and their lengths."""
+    """Evaluation, with rewards that score responses, and response lengths."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -47,7 +47,7 @@ class GivenAnswersConfig(VlmParts, BaseRunConfig):
 
     @property
     def scoring(self) -> AnswerScoring:
-        """Settings in `evaluation` for sampling and scoring answers."""
+        """Settings in `evaluation` for sampling and scoring responses."""
         assert isinstance(self.evaluation, AnswerScoring)
         return self.evaluation
 
@@ -78,13 +78,13 @@ class SftConfig(GivenAnswersConfig):
     """A supervised run on a column of completions."""
 
     target_key: str = rare("completion")
-    """Column with the text that the model learns to answer, or with TRL's assistant turn; the end token is added."""
+    """Column with the target text, or with TRL's assistant turn; the end token is added."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         if self.eval_data and not self.scoring.rewards:
-            raise ValueError("eval_data is given but evaluation.rewards is empty; name a score such as exact")
+            raise ValueError("eval_data is set, but evaluation.rewards is empty; add a reward such as exact")
 
 
 class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
@@ -98,7 +98,7 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         self.open(config, questions or Questions(), config.scoring, trains_on_rewards=False)
 
     def prepare_tasks(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
-        """Refuse training questions without a completion, or with one that cannot be learnt."""
+        """Reject training questions without a completion, or with one that cannot be learned."""
         loaded = super().prepare_tasks(loaded, training=training)
         if training:
             tasks, loaded.tasks = loaded.tasks, []

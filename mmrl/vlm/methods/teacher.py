@@ -31,19 +31,19 @@ from mmrl.vlm.model.processor import load_processor
 TEACHER = "teacher"
 """View of a payload with the teacher's prompts."""
 NEVER = -1e30
-"""Logit of a banned token: a probability of 0 whose logarithm is finite, so that 0 times it is 0."""
+"""Logit of a banned token: a probability of 0 with a finite logarithm, so that 0 times it is 0."""
 
 
 @dataclass
 class TeacherConfig(FrozenModelConfig):
-    """The model that answers are compared with: a frozen one, or the policy given a more informative prompt."""
+    """The model that responses are compared with: a frozen one, or the policy given a more informative prompt."""
 
     path: str = ""
-    """Model folder, run folder or hub id of a frozen model with the policy's tokenizer; empty: the policy itself as it
-    is at each step, which then needs a `prompt`."""
+    """Model folder, run folder or hub id of a frozen model with the policy's tokenizer. Default: the current policy
+    itself, which then needs a `prompt`."""
     prompt: str = rare("")
-    """Question as the teacher reads it, {question} and columns of the row in braces, such as "{question} The answer is
-    {answer}."; empty: the policy's own question."""
+    """Question for the teacher, with {question} and columns of the row in braces, such as "{question} The answer is
+    {answer}." Default: the policy's question."""
 
     def validate(self) -> None:
         """Check that teacher and policy can differ; raises ValueError."""
@@ -51,21 +51,22 @@ class TeacherConfig(FrozenModelConfig):
         read = ("min_pixels", "max_pixels", "max_prompt_tokens", "thinking")
         if given := next((name for name in read if getattr(self, name) is not None), None):
             raise ValueError(
-                f"teacher.{given} is set, but the teacher reads prompts as the policy does; use model.{given}"
+                f"teacher.{given} is set, but the teacher reads prompts in the same way as the policy; use "
+                f"model.{given}"
             )
         if not (self.path or self.prompt):
             raise ValueError(
-                "teacher has neither path nor prompt, so it would be the policy itself; name a model with teacher.path "
-                'or a prompt that says more, such as teacher.prompt="{question} The answer is {answer}."'
+                "teacher has neither path nor prompt, so it would be the policy itself; set a model with teacher.path, "
+                'or a more informative prompt such as teacher.prompt="{question} The answer is {answer}."'
             )
 
     def check_columns(self, tasks: Sequence[VlmTask]) -> None:
-        """Refuse a prompt with columns that a question lacks; raises UserError."""
+        """Reject a prompt with columns that a question lacks; raises UserError."""
         wanted = set(re.findall(r"\{(\w+)\}", self.prompt)) - {"question"}
         for task in tasks if wanted else ():
             if missing := sorted(name for name in wanted if task.columns.get(name) is None):
                 raise UserError(
-                    f"teacher.prompt holds {{{missing[0]}}}, but question {task.id} has no column '{missing[0]}'; "
+                    f"teacher.prompt contains {{{missing[0]}}}, but question {task.id} has no column '{missing[0]}'; "
                     f"columns: {', '.join(task.columns)}"
                 )
 
@@ -117,8 +118,9 @@ class Teacher:
             other = load_processor(str(adapter or base)).tokenizer.get_vocab()
             if own != other:
                 raise UserError(
-                    f"teacher.path is {config.path}, whose tokenizer has {len(other)} tokens that are not the "
-                    f"{len(own)} of the policy; distillation compares token by token and needs the same tokenizer"
+                    f"teacher.path is {config.path}, whose tokenizer has {len(other)} tokens, which are not the "
+                    f"{len(own)} tokens of the policy; distillation compares token by token and needs the same "
+                    "tokenizer"
                 )
 
     @functools.cached_property

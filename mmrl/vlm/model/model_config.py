@@ -20,43 +20,44 @@ class LoraSettings:
     """Low-rank adapters instead of full fine-tuning."""
 
     enabled: bool = False
-    """Train adapters and keep every weight of the model, the vision tower and the merger included, as it is."""
+    """Train adapters and freeze all weights of the model, including the vision tower and the merger."""
     rank: int = bounded(16, at_least=1)
     """Width of the adapters."""
     alpha: int = 32
     """The adapters' output is scaled by alpha / rank."""
     dropout: float = rare(bounded(0.0, at_least=0, below=1))
-    """Dropout on the adapters' input while training; above 0 the ratio is not 1 before the first step."""
+    """Dropout on the adapters' input during training; above 0, the ratio is not 1 before the first step."""
     targets: list[str] = rare(
         field(default_factory=lambda: ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
     )
-    """Linear layers of the language model's decoder layers that get an adapter; empty with vision_targets alone."""
+    """Linear layers of the language model's decoder layers that get an adapter; may be empty if vision_targets is
+    set."""
     vision_targets: list[str] = rare(only_with(field(default_factory=list), enabled=True))
-    """Linear layers of the vision tower and the merger that get an adapter, by the ends of their names as in peft's
-    `target_modules`, such as qkv, fc1 or merger.mlp.0; all-linear is all of them."""
+    """Linear layers of the vision tower and the merger that get an adapter, given by name suffix as in peft's
+    `target_modules`, such as qkv, fc1 or merger.mlp.0; all-linear means all of them."""
     seed: int = rare(0)
     """Seed of the adapters' random half; the other half starts at zero, so the model is unchanged at first."""
 
 
 @dataclass
 class CriticSettings:
-    """The value head that a model gets where the objective has a critic."""
+    """The value head that a model gets if the objective has a critic."""
 
     hidden: list[int] = field(default_factory=list)
-    """Widths of the hidden layers, with ReLU between them; none is one linear layer."""
+    """Widths of the hidden layers, with ReLU between them; [] gives a single linear layer."""
     stop_gradient: bool = False
-    """End the critic's gradient at the model's last state, so that its loss trains the head alone."""
+    """Stop the critic's gradient at the model's last hidden state, so that its loss only trains the head."""
     seed: int = 0
     """Seed of the hidden layers; the last layer starts at zero, so every value is 0 at first."""
 
 
 @dataclass
 class FrozenModelConfig(BuiltPath):
-    """A model that is only read, and how it is held in memory."""
+    """A frozen model, and how it is held in memory."""
 
     path: str = MISSING
-    """Model folder, folder of a run (its best checkpoint), hub id such as Qwen/Qwen2.5-VL-3B-Instruct, or smollm2, the
-    packaged model of `mmrl setup smollm2`; a folder of that name comes first."""
+    """Model folder, run folder (its best checkpoint), hub id such as Qwen/Qwen2.5-VL-3B-Instruct, or smollm2, the
+    packaged model of `mmrl setup smollm2`. A folder with that name takes precedence."""
     dtype: str = choice("float32", DTYPES)
     """Precision of weights and activations: float32 or bfloat16; log-probabilities are float32 either way."""
     attention: str = rare(choice("sdpa", ATTENTION))
@@ -64,17 +65,18 @@ class FrozenModelConfig(BuiltPath):
     shared_prefix: bool = rare(True)
     """Compute each prompt once for all responses of its group, with the same gradients."""
     min_pixels: int | None = bounded(None, at_least=1)
-    """Smallest image area in pixels, smaller images are enlarged; empty: as the processor has it."""
+    """Minimum image area in pixels; smaller images are enlarged. Default: the processor's setting."""
     max_pixels: int | None = bounded(None, at_least=1)
-    """Largest image area in pixels, larger images are reduced; empty: as the processor has it."""
+    """Maximum image area in pixels; larger images are reduced. Default: the processor's setting."""
     max_prompt_tokens: int | None = rare(bounded(None, at_least=1))
-    """Prompts with more tokens are skipped and counted; empty: the limit of the model's positions."""
+    """Maximum prompt length in tokens; longer prompts are skipped and counted. Default: the limit of the model's
+    positions."""
     thinking: bool | None = rare(None)
-    """Whether the model thinks before it answers, where its chat template has a switch for it, as those of Qwen3,
-    Qwen3.5 and SmolLM3 do; empty: as the template does by itself."""
+    """Whether the model thinks before it answers, if its chat template has a switch for it (as in Qwen3, Qwen3.5 and
+    SmolLM3). Default: the template's default."""
     answer_tokens: list[str] | None = rare(None)
-    """Special tokens that belong to answers: rewards read them, and given answers are taught them; empty: those that
-    the chat template writes into an answer, and marks of thoughts such as `</think>`."""
+    """Special tokens that belong to responses: rewards see them, and they are learned from given answers. Default: the
+    tokens that the chat template writes into a response, and thought markers such as `</think>`."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises UserError."""
@@ -84,26 +86,26 @@ class FrozenModelConfig(BuiltPath):
 
 @dataclass
 class ModelConfig(FrozenModelConfig):
-    """A model that is trained, and how it is held in memory."""
+    """A trained model, and how it is held in memory."""
 
     lora: LoraSettings = field(default_factory=LoraSettings)
     """Adapters instead of full fine-tuning."""
     critic: CriticSettings = rare(field(default_factory=CriticSettings))
-    """The value head, where the objective has a critic."""
+    """The value head, if the objective has a critic."""
     freeze_vision: bool = False
-    """Keep the vision tower as it is, and the merger too unless `freeze_merger` says otherwise; the features are then
-    computed once for each prompt and step."""
+    """Freeze the vision tower, and also the merger unless `freeze_merger` is false. If both are frozen, features are
+    computed once per prompt and step."""
     freeze_merger: bool | None = rare(None)
-    """Keep the merger as it is, which turns the tower's features into tokens (also called projector, connector or
-    aligner); empty: as `freeze_vision` says; false with `freeze_vision` trains the merger and keeps the tower."""
+    """Freeze the merger, which turns the tower's features into tokens (also called projector, connector or aligner).
+    Default: same as `freeze_vision`. false together with `freeze_vision` trains the merger but not the tower."""
     freeze_language: bool = rare(False)
-    """Keep the language model with its embeddings and its head as it is."""
+    """Freeze the language model, including its embeddings and head."""
     router_aux_loss_coef: float = rare(bounded(0.0, at_least=0))
-    """Weight of the load-balancing loss of mixtures of experts, which keeps all experts in use; 0 is without."""
+    """Weight of the load-balancing loss of mixtures of experts, which keeps all experts in use; 0 disables it."""
     gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time; more than twice the time for
-    models whose prompts are copied for every response (sliding windows, linear attention), where each response then
-    reads its own prompt."""
+    """Recompute activations in the backward pass: saves memory and takes about a third more time. It takes more than
+    twice the time for models whose prompts are copied for every response (sliding windows, linear attention), because
+    each response then reads its own prompt."""
 
     def validate(self) -> None:
         """Check that the fields fit together; raises UserError."""
@@ -114,23 +116,24 @@ class ModelConfig(FrozenModelConfig):
 
     @property
     def keeps_merger(self) -> bool:
-        """Whether the merger is kept as it is."""
+        """Whether the merger is frozen."""
         return self.freeze_vision if self.freeze_merger is None else self.freeze_merger
 
     def _validate_parts(self) -> None:
         """Refuse parts that nothing trains, and switches that reach nothing."""
         lora = self.lora
         if lora.enabled and not (lora.targets or lora.vision_targets):
-            raise UserError("model.lora.targets is empty; name layers such as q_proj, v_proj")
+            raise UserError("model.lora.targets is empty; add layers such as q_proj, v_proj")
         if lora.enabled and (self.freeze_language or self.freeze_merger is not None):
             raise UserError(
-                "model.lora.enabled keeps every weight of the model, so model.freeze_language and model.freeze_merger "
-                "change nothing; leave them out, and choose parts with model.lora.targets and vision_targets"
+                "model.lora.enabled freezes all weights of the model, so model.freeze_language and "
+                "model.freeze_merger have no effect; remove them, and choose parts with model.lora.targets and "
+                "vision_targets"
             )
         if lora.vision_targets and self.freeze_vision:
             raise UserError(
-                "model.lora.vision_targets trains adapters in the vision tower or the merger, but model.freeze_vision "
-                "is set; leave one of them out"
+                "model.lora.vision_targets trains adapters in the vision tower or the merger, but "
+                "model.freeze_vision is set; remove one of them"
             )
         if self.freeze_vision and self.keeps_merger and self.freeze_language:
             raise UserError(
@@ -140,22 +143,22 @@ class ModelConfig(FrozenModelConfig):
 
 
 def check_critic(config: ModelConfig, needed: bool) -> None:
-    """Refuse settings of a value head that nothing needs."""
+    """Reject settings of a value head that is not used."""
     if not needed and config.critic != CriticSettings():
         raise ValueError(
             "model.critic is set, but the objective has no critic; use an advantage that has one (gae, gae_turn), or "
-            "leave model.critic out"
+            "remove model.critic"
         )
 
 
 def check_update_precision(config: ModelConfig, learning_rate: float) -> None:
-    """Refuse full fine-tuning whose steps are too small for the weights' own precision.
+    """Reject full fine-tuning whose steps are too small for the weights' precision.
 
     Neighbouring bfloat16 numbers near a typical weight of 0.02 are 1e-4 apart and AdamW moves a weight by about the
     learning rate, so smaller steps are rounded away and nothing is learned. LoRA weights are float32 in any case.
     """
     if config.dtype == "bfloat16" and not config.lora.enabled and learning_rate < SMALLEST_LOW_PRECISION_STEP:
         raise ValueError(
-            f"model.dtype is bfloat16 and trainer.learning_rate {learning_rate:g}: bfloat16 weights round such steps "
-            "away; use model.dtype=float32 with trainer.mixed_precision=bf16, or model.lora.enabled=true"
+            f"model.dtype is bfloat16 and trainer.learning_rate {learning_rate:g}: such steps are lost to rounding in "
+            "bfloat16 weights; use model.dtype=float32 with trainer.mixed_precision=bf16, or model.lora.enabled=true"
         )

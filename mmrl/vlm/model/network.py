@@ -1,4 +1,4 @@
-"""The transformers model behind a policy: finding, building, loading and saving it."""
+"""The transformers model of a policy: finding, building, loading and saving it."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
         _check_no_code(settings, adapter_file)
         base = settings.get("base_model_name_or_path")
         if not isinstance(base, str) or not base:
-            raise UserError(f"{adapter_file} names no base model")
+            raise UserError(f"{adapter_file} does not specify a base model")
         moved = not Path(base).is_dir() and (folder / BASE_FILE).is_file()
         return base_path({"path": base, **read_json_object(folder / BASE_FILE)}, folder) if moved else base, folder
     if folder.is_dir():
-        raise UserError(f"{folder} is not a model folder: it has no config.json; it holds {_listing(folder)}")
+        raise UserError(f"{folder} is not a model folder: it has no config.json; it contains {_listing(folder)}")
     if not may_be_hub_id(path):
         raise UserError(
-            f"there is no model folder {path}; give a folder with config.json, a hub id (owner/name) or the name of a "
+            f"model folder {path} not found; use a folder with config.json, a hub id (owner/name) or the name of a "
             f"packaged model ({', '.join(PACKAGED)})"
         )
     return path, None
@@ -65,13 +65,13 @@ def _check_no_code(settings: Mapping[str, Any], file: Path) -> None:
     What peft does with such entries differs from release to release: some import them, some read further folders.
     """
     if settings.get("peft_type") != "LORA":
-        raise UserError(f"{file} has the peft_type {settings.get('peft_type')!r}; only LORA is read")
+        raise UserError(f"{file} has the peft_type {settings.get('peft_type')!r}; only LORA is supported")
     mapping = settings.get("auto_mapping") or {}
     library = mapping.get("parent_library", "") if isinstance(mapping, dict) else mapping
     megatron = settings.get("megatron_core") if settings.get("megatron_config") else ""
     for key, module in {"auto_mapping": library, "megatron_core": megatron}.items():
         if module and not str(module).startswith("transformers.models."):
-            raise UserError(f"{file} names the module {module!r} in {key}; code of an adapter is never run")
+            raise UserError(f"{file} contains the module {module!r} in {key}; code from an adapter is never run")
     if not file.with_name(ADAPTER_FILE).is_file():
         raise UserError(
             f"{file.parent} has no {ADAPTER_FILE}; a pickled adapter_model.bin could run code and is never read"
@@ -86,7 +86,7 @@ def _listing(folder: Path) -> str:
 def load_network(config: ModelConfig, base: str) -> Any:
     """Load a transformers model with its language model head."""
     if (Path(base) / ADAPTER_CONFIG).is_file():  # which transformers would read, and its pickles, without a word
-        raise UserError(f"{base} holds a model, and an adapter ({ADAPTER_CONFIG}) too; keep them apart")
+        raise UserError(f"{base} contains both a model and an adapter ({ADAPTER_CONFIG}); put them in separate folders")
     if (own := given.take_model(base)) is not None:
         return _borrowed(own[0] if isinstance(own, tuple) else own, config)
     auto = auto_class(_model_type(base), base)
@@ -142,8 +142,8 @@ def auto_class(model_type: str, base: str) -> Any:
     if model_type in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return transformers.AutoModelForCausalLM
     raise UserError(
-        f"{base} is of architecture {model_type!r}, which is in transformers' tables neither of "
-        "AutoModelForImageTextToText nor of AutoModelForCausalLM; a newer transformers may have it"
+        f"{base} is of architecture {model_type!r}, which transformers supports neither in "
+        "AutoModelForImageTextToText nor in AutoModelForCausalLM; a newer transformers may support it"
     )
 
 
@@ -169,12 +169,12 @@ def _model_type(base: str) -> str:
         return str(AutoConfig.from_pretrained(base, trust_remote_code=False).model_type)
     except Exception as error:  # hub and network errors
         raise UserError(
-            f"there is no local folder {base!r}, and it cannot be fetched from the hub: {first_line(error)}"
+            f"{base!r} is not a local folder, and it cannot be fetched from the Hub: {first_line(error)}"
         ) from error
 
 
 BUILD_FILE = "build.json"
-"""File in a model that `model.build` made, with the function and its options."""
+"""File in a model folder created by `model.build`, with the function and its options."""
 
 
 def build_model_if_missing(config: FrozenModelConfig) -> None:
@@ -188,7 +188,7 @@ def build_model_if_missing(config: FrozenModelConfig) -> None:
         file = folder / BUILD_FILE
         if file.is_file() and (built := file.read_text(encoding="utf-8")) != recipe:
             raise UserError(
-                f"{folder} was built with {built}, the settings are {recipe}; remove the folder or set another "
+                f"{folder} was built with {built}, but the settings are {recipe}; remove the folder or set another "
                 "model.path"
             )
         return
@@ -197,7 +197,7 @@ def build_model_if_missing(config: FrozenModelConfig) -> None:
     try:
         inspect.signature(build).bind(unfinished, **config.build_options)
     except TypeError as error:
-        raise UserError(f"model.build_options do not fit {config.build}: {error}") from error
+        raise UserError(f"model.build_options do not match {config.build}: {error}") from error
     logging.getLogger("mmrl").info("building %s with %s", folder, config.build)
     try:
         build(unfinished, **config.build_options)
@@ -255,8 +255,8 @@ def _check_adapter(model: Any, settings: LoraSettings, adapter: Path, freeze_vis
         said = ", ".join(f"{name} {found[name]} instead of {given[name]}" for name in different)
         wanted = " ".join(f"model.lora.{name}={found[name]}".replace("'", "").replace(" ", "") for name in different)
         raise UserError(
-            f"training continues from the adapter in {adapter}, which has {said}; set {wanted}, or export the run that "
-            "made it (`mmrl export`) and start a new adapter on the result"
+            f"training continues from the adapter in {adapter}, which has {said}; set {wanted}, or export the run "
+            "that created it (`mmrl export`) and start a new adapter on the result"
         )
 
 
@@ -268,7 +268,7 @@ def _lora_pattern(network: Any, settings: LoraSettings) -> str:
     unknown = [name for name in settings.targets if name not in found]
     if unknown:
         known = ", ".join(name for name in LoraSettings().targets if name in found)
-        raise UserError(f"model.lora.targets names {unknown}; a decoder layer has: {known}")
+        raise UserError(f"model.lora.targets contains {unknown}; a decoder layer has: {known}")
     seeing = [re.escape(name) for name in _vision_names(network, settings)]
     names = "|".join(re.escape(name) for name in settings.targets)
     own = [rf".*{re.escape(place)}\.layers\..*\.({names})"] if names else []
@@ -294,15 +294,15 @@ def _vision_names(network: Any, settings: LoraSettings) -> list[str]:
         if not own:
             ends = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in names})
             raise UserError(
-                f"model.lora.vision_targets names {target}, but vision tower and merger of {network.config.model_type} "
-                f"have no such linear layer; they have: {', '.join(ends) or 'none'}"
+                f"model.lora.vision_targets contains {target}, but the vision tower and merger of "
+                f"{network.config.model_type} have no such linear layer; they have: {', '.join(ends) or 'none'}"
             )
         found |= dict.fromkeys(own)
     return list(found)
 
 
 def vision_parameters(network: Any) -> list[nn.Parameter]:
-    """All weights that make features of images and videos: those outside the decoder, the embedding and the head."""
+    """All weights that compute image and video features: those outside the decoder, the embedding and the head."""
     outer = (network.get_input_embeddings(), network.get_output_embeddings())
     text = {weight for module in (network.get_decoder(), *outer) for weight in module.parameters()}
     return [weight for weight in network.parameters() if weight not in text]
@@ -319,15 +319,15 @@ def parts_of(network: Any) -> dict[str, list[tuple[str, nn.Parameter]]]:
 
 
 def freeze_parts(network: Any, config: ModelConfig) -> None:
-    """Keep the parts of a model that its settings name as they are; raises UserError if it has none of a kind."""
+    """Freeze the parts of a model selected by its settings; raises UserError if a part does not exist."""
     kind, parts = network.config.model_type, parts_of(network)
     if config.freeze_vision and not (parts["vision"] or parts["merger"]):
         raise UserError(f"model.freeze_vision is true, but {kind} has no vision tower")
     if not parts["merger"] and config.freeze_merger is not None:
         others = sorted({".".join(name.split(".")[:3]) for name, _ in parts["vision"]})
         raise UserError(
-            f"model.freeze_merger is set, but no module of {kind} is known as its merger; besides the language model "
-            f"it has: {', '.join(others[:12]) or 'nothing'}; `mergers` of a family in mmrl/vlm/families names it"
+            f"model.freeze_merger is set, but the merger of {kind} is not known; besides the language model it has: "
+            f"{', '.join(others[:12]) or 'nothing'}; add it to `mergers` of a family in mmrl/vlm/families"
         )
     frozen = {"vision": config.freeze_vision, "merger": config.keeps_merger, "language": config.freeze_language}
     for part, keeps in frozen.items():

@@ -114,7 +114,10 @@ def load_processor(path: str) -> Any:
             tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
             kind = _image_processor_of(path)
             if kind and not kind.startswith("Qwen2VLImageProcessor"):
-                raise UserError(f"its images need {kind}, which needs torchvision: pip install 'mmrl-suite[vlm]'")
+                raise UserError(
+                    f"its images need {kind}, which requires torchvision. Install it with: pip install "
+                    "'mmrl-suite[vlm]'"
+                )
             images = Qwen2VLImageProcessorPil.from_pretrained(path) if kind else None
             processor: Any = TextProcessor(tokenizer) if images is None else ImageOnlyProcessor(images, tokenizer)
         else:
@@ -147,12 +150,12 @@ def eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
     if tokenizer.eos_token_id is not None:
         ids.append(tokenizer.eos_token_id)
     if not ids:
-        raise UserError("neither generation_config.json nor the tokenizer names an end-of-turn token")
+        raise UserError("neither generation_config.json nor the tokenizer defines an end-of-turn token")
     return tuple(dict.fromkeys(ids))
 
 
 def stop_at(network: Any, ends: Sequence[int]) -> None:
-    """Set all end tokens in the generation config, which exports include."""
+    """Set all end tokens in the generation config, which is part of exports."""
     found = getattr(network.generation_config, "eos_token_id", None)
     named = [] if found is None else [found] if isinstance(found, int) else list(found)
     if more := [end for end in ends if end not in named]:
@@ -160,7 +163,7 @@ def stop_at(network: Any, ends: Sequence[int]) -> None:
 
 
 def banned_ids(network: Any, tokenizer: Any) -> Tensor:
-    """Ids that may never be sampled: image markup breaks the next forward pass, unused ids have no text."""
+    """Ids that must never be sampled: image markup breaks the next forward pass, and unused ids have no text."""
     config, vocabulary = network.config, tokenizer.get_vocab()
     family, entries = family_of(config.model_type), config.get_text_config().vocab_size
     ids = {vocabulary[token] for token in family.media_tokens if token in vocabulary}

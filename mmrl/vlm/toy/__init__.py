@@ -1,4 +1,4 @@
-"""Digit questions, clips, tiny models and the demos; nothing of the library imports it."""
+"""Digit questions, clips, tiny models and the demos; the library does not import this package."""
 
 DEMOS = {
     "vlm": ("mmrl.vlm.toy.demo", "runs/demo"),

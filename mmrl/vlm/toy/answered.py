@@ -1,4 +1,4 @@
-"""Rows whose completion is a model's own answer: a teacher's, or those of the start that a reward accepts."""
+"""Rows whose completion is a model's answer: a teacher's, or the initial model's answers that a reward accepts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mmrl.vlm.model.model_config import FrozenModelConfig
 
 LOGGER = logging.getLogger("mmrl")
 BATCH = 64
-"""Answers written at a time."""
+"""Number of answers per batch."""
 
 
 def build_answered(
@@ -34,7 +34,7 @@ def build_answered(
     accepts: Mapping[str, Any] | None = None,
     seed: int = 0,
 ) -> Path:
-    """Write questions of a data set with a model's answers as their completions.
+    """Write questions of a dataset with a model's answers as their completions.
 
     An answer that is cut at `max_new_tokens` is left out.
 
@@ -54,12 +54,12 @@ def build_answered(
     """
     tasks = load_source(questions, "questions").tasks
     if not 1 <= samples <= count or count // samples > len(tasks):
-        raise UserError(f"count is {count} and samples {samples}; there are {len(tasks)} questions")
+        raise UserError(f"count is {count} and samples is {samples}, but there are {len(tasks)} questions")
     order = np.random.default_rng([seed, 25]).permutation(len(tasks))[: count // samples]
     written = _answers([tasks[index] for index in order.tolist()], model, samples, max_new_tokens, seed)
     kept = written if accepts is None else _accepted(written, RewardConfig(**accepts))
     if not kept:
-        raise UserError(f"none of {count} answers of {model} is finished and accepted: accepts={accepts}")
+        raise UserError(f"none of {count} answers of {model} is both finished and accepted: accepts={accepts}")
     return write_questions(path, [(task, task, _columns(task) | {"completion": text}) for task, text, _ in kept])
 
 
@@ -95,5 +95,5 @@ def _accepted(written: list[tuple[VlmTask, str, list[int]]], reward: RewardConfi
     finally:
         scorer.close()
     for name, message in found.examples.items():
-        LOGGER.warning("reward %s failed, and such answers are left out: %s", name, message)
+        LOGGER.warning("reward %s failed, and the affected answers are skipped: %s", name, message)
     return [row for row, score in zip(written, found.terms[reward.name], strict=True) if score == 1.0]

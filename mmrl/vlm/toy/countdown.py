@@ -1,4 +1,4 @@
-"""Countdown: make a number from given numbers, each used once, with + - * / and brackets. Text alone, no picture.
+"""Countdown: make a number from given numbers, each used once, with + - * / and brackets. Text only.
 
 Most sets of numbers have many expressions and few of them reach the target, so an answer is a guess that the reward
 checks: its numbers, its value. Training and held-out problems are disjoint, regardless of the order of their numbers.
@@ -31,7 +31,7 @@ def shuffled_exact(prompts: Sequence[Chat], completions: Sequence[Chat], **colum
 def shuffled_environment(
     prompts: Sequence[Chat], completions: Sequence[Chat], environment_reward: Sequence[float], **columns: Any
 ) -> list[float]:
-    """Rewards that the environment gave episodes, shuffled among those of the same step."""
+    """The environment's rewards, shuffled among the episodes of the same step."""
     return shuffled(environment_reward, completions)
 
 
@@ -43,14 +43,14 @@ def shuffled(rewards: Sequence[float], completions: Sequence[Chat]) -> list[floa
 
 
 LARGEST_VALUE = 99
-"""Largest number in a worked answer."""
+"""Maximum number in a worked answer."""
 MAX_CHARS = 200
-"""A longer expression is not read."""
+"""Maximum characters of an expression that is read."""
 TEST_FOLD = 5
-"""One problem in so many is held out."""
+"""One problem in this many is held out."""
 NAMES = {"+": "add", "-": "subtract", "*": "multiply", "/": "divide"}
 MOST_DRAWS = 1000
-"""Draws after which no further problem is looked for."""
+"""Maximum number of draws when looking for another problem."""
 QUESTION = "Make {target} from {numbers}."
 MakeRow = Callable[[], dict[str, Any]]
 
@@ -65,7 +65,7 @@ def build_problems(
     bare: float = 0.0,
     seed: int = 0,
 ) -> Path:
-    """Write problems with a worked answer each.
+    """Write problems, each with a worked answer.
 
     Args:
         path: JSONL file to write; columns problem, answer (one expression that is right), completion (the same with
@@ -75,7 +75,7 @@ def build_problems(
         split: "train" or "test", which are disjoint.
         operands: how many numbers a problem has, drawn evenly.
         largest: largest given number.
-        bare: share of the worked answers without their steps.
+        bare: fraction of the worked answers without their steps.
         seed: random seed.
 
     Returns:
@@ -117,7 +117,7 @@ def build_pairs(
     largest: int = 20,
     seed: int = 0,
 ) -> Path:
-    """Write problems with two worked answers, of which one misses the target; arguments as for `build_problems`.
+    """Write problems with two worked answers, one of which misses the target; arguments as for `build_problems`.
 
     Returns:
         The file; columns prompt, chosen, rejected, and numbers, target, operands, operator.
@@ -155,17 +155,17 @@ def solves(
 def length(
     prompts: Sequence[Chat], completions: Sequence[Chat], *, completion_lengths: Sequence[int], longest: int, **_: Any
 ) -> list[float]:
-    """Tokens of the responses as a share of `longest`."""
+    """Tokens of the responses as a fraction of `longest`."""
     return [number / longest for number in completion_lengths]
 
 
 def shuffled_solves(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
-    """The rewards of `solves`, shuffled among the responses of the same batch: the control without a signal."""
+    """The rewards of `solves`, shuffled among the responses of the same batch: a control without a learning signal."""
     return shuffled(solves(prompts, completions, **columns), completions)
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:
-    """Compute an expression of whole numbers with + - * / and brackets.
+    """Evaluate an expression of integers with + - * / and brackets.
 
     Returns:
         Its exact value, and its numbers from left to right.
@@ -174,7 +174,7 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
         ValueError: it is no such expression, longer than 200 characters, or divides by zero.
     """
     if len(expression) > MAX_CHARS or not re.fullmatch(r"[0-9+\-*/() ]+", expression):
-        raise ValueError(f"no expression of whole numbers with + - * / and brackets: {expression[:80]!r}")
+        raise ValueError(f"not an expression of integers with + - * / and brackets: {expression[:80]!r}")
     numbers: list[int] = []
 
     def value(node: ast.expr) -> Fraction:
@@ -182,13 +182,13 @@ def evaluate(expression: str) -> tuple[Fraction, list[int]]:
             numbers.append(int(node.value))  # type: ignore[arg-type]
             return Fraction(numbers[-1])
         if not isinstance(node, ast.BinOp) or type(node.op) not in SIGNS:
-            raise ValueError(f"{ast.unparse(node)!r} has a sign, a power or a call; allowed: + - * / and brackets")
+            raise ValueError(f"{ast.unparse(node)!r} contains a sign, a power or a call; allowed: + - * / and brackets")
         return COMPUTE[SIGNS[type(node.op)]](value(node.left), value(node.right))
 
     try:
         return value(ast.parse(expression.strip(), mode="eval").body), numbers
     except (SyntaxError, ZeroDivisionError) as error:
-        raise ValueError(f"{expression!r} cannot be computed: {error}") from None
+        raise ValueError(f"{expression!r} cannot be evaluated: {error}") from None
 
 
 def build_model(path: str | Path, *, tokens: Sequence[str] = (), **options: Any) -> Path:
@@ -215,8 +215,8 @@ def _problems(split: str, operands: Sequence[int], largest: int, seed: int) -> M
         raise ValueError(f"split is '{split}'; allowed: train, test")
     if not operands or min(operands) < 2 or max(operands) * largest > LARGEST_VALUE:
         raise ValueError(
-            f"operands is {list(operands)} and largest {largest}; a problem has at least two numbers, and their sum is "
-            f"at most {LARGEST_VALUE}"
+            f"operands is {list(operands)} and largest is {largest}; a problem needs at least two numbers with a sum "
+            f"of at most {LARGEST_VALUE}"
         )
     rng, seen, held_out = np.random.default_rng([seed, 0]), set[str](), split == "test"
 
@@ -235,7 +235,7 @@ def _problems(split: str, operands: Sequence[int], largest: int, seed: int) -> M
             if _is_held_out(problem) == held_out and not (held_out and problem in seen):
                 break
         else:
-            raise ValueError(f"there are hardly more than {len(seen)} held-out problems; lower count or raise largest")
+            raise ValueError(f"only about {len(seen)} held-out problems exist; lower count or raise largest")
         seen.add(problem)
         steps, expression, target = found
         given = " ".join(str(number) for number in rng.permutation(numbers))

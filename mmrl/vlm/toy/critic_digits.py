@@ -1,4 +1,4 @@
-r"""Toy data of both critics: handwritten digits, read, judged, criticised and read again.
+r"""Toy data for both critics: handwritten digits that are read, judged, criticised and read again.
 
 Critic-R1: scenes of one digit; pairs of a right and a wrong reading; a warm start on readings and judgements.
 Critic-V: scenes of several digits; a warm start on readings, critiques of false readings and revisions.
@@ -94,7 +94,7 @@ def build_pairs(
     scans: int = 0,
     seed: int = 0,
 ) -> Path:
-    """Write pairs of a right reading and one with a wrong digit, in TRL's columns; arguments as for `build_readings`.
+    """Write pairs of a correct reading and one with a wrong digit, in TRL's columns; arguments as for `build_readings`.
 
     Returns:
         The file; columns prompt, images, chosen and rejected.
@@ -126,7 +126,7 @@ def build_critic_start(
     Args:
         path: JSONL file to write; columns problem, images, answer, completion and kind (read or judge).
         count: number of rows.
-        critic_share: share of judgements.
+        critic_share: fraction of judgements.
         template: their wording.
         digits: of each scene.
         noise: strength of background texture and pixel noise, as a fraction of full contrast.

@@ -14,21 +14,21 @@ from mmrl.runs.records import read_jsonl
 from mmrl.training.run import finish_run, last_model
 
 SEEN_OFTEN = 5
-"""Times a hint must have been seen with a kind of question before its usual answer is used."""
+"""Minimum number of times a hint must occur with a kind of question before its usual answer is used."""
 
 Row = Mapping[str, Any]
 
 
 @dataclass
 class BlindStrategy:
-    """Answers from the kind of question and its hint alone."""
+    """Answers only from the kind of question and its hint."""
 
     usual: dict[str, str] = field(default_factory=dict)
     """Most frequent answer of each kind."""
     given_hint: dict[tuple[str, str], str] = field(default_factory=dict)
-    """Most frequent answer of each kind with a certain hint, where that was seen often."""
+    """Most frequent answer of each kind with a certain hint, if that hint was seen often."""
     copies: dict[str, bool] = field(default_factory=dict)
-    """Kinds for which copying the hint is right more often than the usual answer."""
+    """Kinds for which copying the hint is correct more often than the usual answer."""
 
     def answer(self, row: Row) -> str:
         """The answer to one question."""
@@ -38,12 +38,12 @@ class BlindStrategy:
         return hint if hint and self.copies.get(kind, False) else self.usual.get(kind, "")
 
     def share(self, rows: Sequence[Row]) -> float:
-        """Share of questions that it answers right."""
+        """Fraction of questions that it answers correctly."""
         return sum(self.answer(row) == row["answer"] for row in rows) / max(len(rows), 1)
 
 
 def fit_blind(rows: Sequence[Row]) -> BlindStrategy:
-    """Learn the best answers from the text alone."""
+    """Learn the best answers from the text only."""
     strategy = BlindStrategy()
     for kind in sorted({str(row["kind"]) for row in rows}):
         own = [row for row in rows if row["kind"] == kind]
@@ -98,7 +98,7 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
     )
     report = write_report(papo, chain=[sft])
     return [
-        "held-out accuracy in per cent; no_hint asks the same questions without their hints",
+        "held-out accuracy in percent; no_hint asks the same questions without their hints",
         *part_lines([sft, papo]),
         _blind_line(data),
         f"report: {report}",
@@ -106,7 +106,7 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
 
 
 def _blind_line(data: Path) -> str:
-    """Accuracy from the text of the questions alone, learnt from those of the reinforcement learning."""
+    """Accuracy from the text of the questions alone, learned from those of the reinforcement learning."""
     strategy = fit_blind(read_jsonl(data / "train.jsonl"))
     shares = [f"{100 * strategy.share(read_jsonl(data / f'{split}.jsonl')):.1f}% on {split}" for split in SPLITS]
-    return f"a strategy that reads the text and never looks: {', '.join(shares)}"
+    return f"text-only strategy that ignores the image: {', '.join(shares)}"

@@ -1,4 +1,4 @@
-"""Questions about short clips of handwritten digits: which one follows the red flash, which came first or last.
+"""Questions about short clips of handwritten digits: which one follows the red flash, or came first or last.
 
 The answer needs the order of the frames: every digit of a clip is a different one, and where the flash comes is drawn.
 Training and test clips use disjoint scans (`mmrl.vlm.toy.digits`), the drawing is in `mmrl.vlm.toy.digit_clips`.
@@ -26,7 +26,7 @@ from mmrl.vlm.toy.digits import CELL_PX, scan_pool, scans_and_labels, texture
 
 CUE_RGB = (0.9, 0.1, 0.1)
 SMALLEST_PX = 40
-"""Side of the smallest digit."""
+"""Minimum side of a digit in pixels."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Shot:
     frames: int
     """Number of frames."""
     scan: int | None = None
-    """Place of a scan in `scans_and_labels`, whose digit drifts across the image; None shows none."""
+    """Index of a scan in `scans_and_labels` whose digit drifts across the image; None shows no digit."""
     cue: bool = False
     """Whether the image flashes red, the cue for the next shot."""
 
@@ -72,7 +72,7 @@ def write_clip(path: Path, shots: Sequence[Shot], *, fps: float, noise: float = 
 
 
 def first_frames(shots: Sequence[Shot]) -> list[int]:
-    """Number of the first frame of each shot."""
+    """Index of the first frame of each shot."""
     return [sum(shot.frames for shot in shots[:index]) for index in range(len(shots))]
 
 
@@ -99,9 +99,9 @@ def _glyph(scan: int, side: int) -> np.ndarray:
 
 
 FPS = 2.0
-"""Frames a second of the clips, which is also qwen-vl-utils' rate: every frame is seen."""
+"""Frame rate of the clips, which is also qwen-vl-utils' rate, so every frame is seen."""
 SHOT_FRAMES = 2
-"""Frames of a shot: those that a Qwen-VL model reads as one."""
+"""Frames per shot: as many as a Qwen-VL model reads as one."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class ClipQuestion:
     texts: tuple[str, ...]
     """Wordings, one drawn at random."""
     answer: Callable[[Sequence[int], int], int]
-    """Right answer from the digits in order and the number of digits before the flash."""
+    """Correct answer, from the digits in order and the number of digits before the flash."""
 
 
 def build_questions(
@@ -147,7 +147,9 @@ def build_questions(
         ValueError: the numbers of digits do not fit.
     """
     if not 1 <= min_digits <= max_digits <= 10:
-        raise ValueError(f"a clip shows {min_digits} to {max_digits} digits; the numbers must rise and be 1 to 10")
+        raise ValueError(
+            f"min_digits is {min_digits} and max_digits is {max_digits}; expected 1 <= min_digits <= max_digits <= 10"
+        )
     path = Path(path)
     rng = np.random.default_rng([seed, 5 if split == "test" else 4])
     pool = scan_pool(split, scans)
@@ -166,7 +168,7 @@ def build_questions(
 
 
 def corpus() -> list[str]:
-    """All words that the questions, answers and roles use, to train a tokenizer on."""
+    """All words used by the questions, answers and roles, to train a tokenizer on."""
     return [*[text for question in QUESTIONS.values() for text in question.texts] * 20, *digits.corpus()]
 
 

@@ -33,7 +33,7 @@ class Question:
     texts: tuple[str, ...]
     """Wordings, one drawn at random."""
     answer: Callable[[Sequence[int]], str]
-    """Right answer from the digits, left to right."""
+    """Correct answer, from the digits from left to right."""
     min_digits: int = 1
     """Scenes with fewer digits do not get this question."""
 
@@ -70,7 +70,7 @@ def build_questions(
         split: "train" or "test", which choose disjoint scans.
         max_digits: scenes have 1 to this many digits.
         kinds: keys of `QUESTIONS`, drawn evenly.
-        hint_share: share of questions that carry a hint, a claimed answer that may be wrong.
+        hint_share: fraction of questions that carry a hint, a claimed answer that may be wrong.
         hint_rate: probability that a hint is right.
         show_hints: False leaves the hints out of the same scenes and questions.
         noise: strength of background texture and pixel noise, as a fraction of full contrast; given several, each scene
@@ -86,9 +86,9 @@ def build_questions(
         ValueError: no strength of noise, or fewer than one reading.
     """
     if readings < 1:
-        raise ValueError(f"readings is {readings}; the reasoning reads the digits at least once")
+        raise ValueError(f"readings is {readings}; the reasoning must read the digits at least once")
     if not isinstance(noise, int | float) and not len(noise):
-        raise ValueError("noise is an empty list; give one strength or several")
+        raise ValueError("noise is an empty list; set one or more strengths")
     options: dict[str, Any] = {"hint_share": hint_share, "hint_rate": hint_rate, "show_hints": show_hints}
     options |= {"max_digits": max_digits, "kinds": kinds, "noise": noise, "readings": readings, "scans": scans}
     return write_rows(Path(path), count, question_rows(split, seed, **options))
@@ -150,7 +150,7 @@ def build_hints(
     scans: int = 0,
     seed: int = 0,
 ) -> Path:
-    """Write reading questions whose text carries a hint, so that copying competes with looking.
+    """Write reading questions whose text contains a hint, so that copying competes with looking.
 
     Args:
         path: JSONL file to write; columns as in `build_questions`, plus hint_right.
@@ -186,7 +186,7 @@ def build_hints(
 
 
 def reads_digits(completions: Sequence[str], digits: Sequence[str], **_: Any) -> list[float]:
-    """Reward 1 for a reasoning step that names the digits of the scene in their order, else 0."""
+    """Reward 1 for a reasoning step that lists the digits of the scene in order, else 0."""
     said = [_REASONING.match(completion.strip()) for completion in completions]
     return [
         float(match is not None and match[1].split() == right.split())
@@ -195,7 +195,7 @@ def reads_digits(completions: Sequence[str], digits: Sequence[str], **_: Any) ->
 
 
 def corpus() -> list[str]:
-    """All words that the questions, answers and roles use, to train a tokenizer on."""
+    """All words used by the questions, answers and roles, to train a tokenizer on."""
     numbers = [str(number) for number in range(28)]
     texts = [text for question in QUESTIONS.values() for text in question.texts]
     answers = [f"<think>{' '.join('0123456789')}</think><answer>{number}</answer>" for number in numbers]
@@ -239,7 +239,7 @@ def scans_and_labels() -> tuple[np.ndarray, np.ndarray]:
 
 
 def scan_pool(split: str, scans: int = 0) -> np.ndarray:
-    """Places of the scans of "train" or "test"; the first `scans` of them, 0 for all."""
+    """Indices of the "train" or "test" scans; the first `scans` of them, 0 for all."""
     if split not in ("train", "test"):
         raise ValueError(f"split is '{split}'; allowed: train, test")
     order = np.random.default_rng(1998).permutation(len(scans_and_labels()[0]))
@@ -332,7 +332,7 @@ def build_pairs(
     scans: int = 0,
     seed: int = 0,
 ) -> Path:
-    """Write questions about scenes with a right and a wrong worked answer, in TRL's columns.
+    """Write questions about scenes with a correct and an incorrect worked answer, in TRL's columns.
 
     Args:
         path: JSONL file to write; columns prompt (with <image>), images, chosen, rejected, and answer, kind, digits.
@@ -340,9 +340,9 @@ def build_pairs(
         split: "train" or "test", which choose disjoint scans.
         max_digits: scenes have 1 to this many digits.
         kinds: keys of `QUESTIONS`, drawn evenly.
-        misread: share of wrong answers that misread a digit and answer accordingly; the others read all digits right
+        misread: fraction of wrong answers that misread a digit and answer accordingly; the others read all digits right
             and answer wrong.
-        swapped: share of pairs whose sides are swapped, as noisy labels are.
+        swapped: fraction of pairs whose sides are swapped, as noisy labels are.
         noise: strength of background texture and pixel noise, as a fraction of full contrast.
         scans: use only the first so many scans of the split; 0 = all.
         seed: random seed.

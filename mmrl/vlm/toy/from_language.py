@@ -1,4 +1,4 @@
-"""A SmolVLM around a pretrained language model, with a small vision tower and connector that learn to see from nothing.
+"""A SmolVLM around a pretrained language model, with a small vision tower and connector trained from scratch.
 
 Two stages. **Words** (here, without the decoder): each image token is classified by its dot product with the language
 model's own embeddings of the words that say what is there. **Answers** (`mmrl sft` with `model.freeze_language`): the
@@ -35,11 +35,11 @@ from mmrl.vlm.toy.tiny_generic import FAMILIES
 LOGGER = logging.getLogger("mmrl")
 SPECIAL = FAMILIES["smolvlm"].tokens
 CURVE = "words.jsonl"
-"""File of a built folder with the course of stage W."""
+"""File in a built folder that logs stage W."""
 LOG_EVERY = 100
 PAGE_TOKENS = 600
 POSITION_SIZE = 0.35
-"""Root mean square of the position embeddings: about that of a patch."""
+"""Root mean square of the position embeddings, about the same as a patch's."""
 
 
 def build_model(
@@ -54,7 +54,7 @@ def build_model(
     words_rate: float = 1e-3,
     seed: int = 0,
 ) -> Path:
-    """Build a SmolVLM whose decoder is a language model, and teach its tower the decoder's words for pictures.
+    """Build a SmolVLM whose decoder is a language model, and train its tower to produce the decoder's words.
 
     Args:
         path: folder to write.
@@ -69,7 +69,7 @@ def build_model(
 
     Returns:
         The folder, which loads with AutoModelForImageTextToText and AutoProcessor; `words.jsonl` in it has the loss of
-        stage W, the share of right words and the CPU seconds. A call that was interrupted is continued by the next one.
+        stage W, the fraction of correct words and the CPU seconds. The next call continues an interrupted one.
 
     Raises:
         UserError: there is no such language model, or it has another architecture or template.
@@ -108,7 +108,9 @@ def _with_image_tokens(language: str) -> Any:
     tokenizer.chat_template = TEMPLATE.replace("SYSTEM", repr(system))
     again = [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
     if own is None or rendered != again:
-        raise UserError(f"the chat template of {language} is not ChatML; a SmolVLM is built around models like SmolLM2")
+        raise UserError(
+            f"the chat template of {language} is not ChatML; a SmolVLM can only be built around models like SmolLM2"
+        )
     return tokenizer
 
 
@@ -127,7 +129,7 @@ TEMPLATE = """\
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}
 """
-"""ChatML; the language model's default system message stands before chats without an image only, to save tokens."""
+"""ChatML; the language model's default system message is only added to chats without an image, to save tokens."""
 
 
 def _around(language: str, tokenizer: Any, tower: dict[str, int], seed: int) -> Any:
@@ -140,7 +142,7 @@ def _around(language: str, tokenizer: Any, tower: dict[str, int], seed: int) -> 
 
     source = AutoModelForCausalLM.from_pretrained(language, dtype=torch.float32, trust_remote_code=False)
     if source.config.model_type != "llama":
-        raise UserError(f"{language} is a {source.config.model_type}; the decoder of a SmolVLM is a llama")
+        raise UserError(f"{language} is a {source.config.model_type}; the decoder of a SmolVLM must be a llama")
     text = source.config.to_dict() | {"vocab_size": max(len(tokenizer), source.config.vocab_size)}
     for name in ("architectures", "_name_or_path", "transformers_version", "dtype"):
         text.pop(name, None)
@@ -169,7 +171,7 @@ def _around(language: str, tokenizer: Any, tower: dict[str, int], seed: int) -> 
 
 @torch.no_grad()
 def shape_tower(model: Any) -> None:
-    """Draw the weights of a tower so that it learns from nothing within minutes.
+    """Initialise the weights of a tower so that it learns from scratch within minutes.
 
     transformers draws all weights with a deviation of 0.02. Positions are then a tenth of the patches, and a tower this
     narrow sees a bag of patches: colours, but neither shapes nor digits. Here positions are waves as large as the
@@ -201,7 +203,7 @@ class WordReader(nn.Module):
         embeddings = embeddings.detach().float()
         center = embeddings.mean(0)
         self.size = float(embeddings.norm(dim=-1).median())
-        """Usual norm of an embedding."""
+        """Typical norm of an embedding."""
         made = [
             embeddings[tokenizer(word if group == "digit" else f" {word}", add_special_tokens=False).input_ids].mean(0)
             for group, words in GROUPS.items()
@@ -212,7 +214,7 @@ class WordReader(nn.Module):
         self.nothing = nn.Parameter(torch.zeros(len(GROUPS)))
 
     def forward(self, tokens: Tensor, cells: Tensor) -> tuple[Tensor, dict[str, float]]:
-        """Loss, and by group the share of right words among cells that show one.
+        """Loss, and by group the fraction of correct words among cells that show one.
 
         Args:
             tokens: (N, 16, H) image tokens.
@@ -251,7 +253,7 @@ def look(model: Any, pixels: Tensor) -> Tensor:
 def learn_words(
     model: Any, tokenizer: Any, steps: int, batch: int, rate: float, seed: int, curve: Path, saved: Path
 ) -> None:
-    """Stage W: train tower and connector without the decoder; `saved` holds its state until it ends."""
+    """Stage W: train tower and connector without the decoder; `saved` stores its state until it ends."""
     avoid_refused_instructions()
     body = model.base_model
     reader, rng = WordReader(model.get_input_embeddings().weight, tokenizer), random.Random(seed)
@@ -293,7 +295,7 @@ def _read_state(saved: Path, parts: Sequence[Any], about: list[Any]) -> tuple[in
         return 0, [], None
     for part, own in zip(parts, state["states"], strict=True):
         part.load_state_dict(own)
-    LOGGER.info("words: going on after step %d", state["rows"][-1]["step"])
+    LOGGER.info("words: continuing after step %d", state["rows"][-1]["step"])
     return state["rows"][-1]["step"], state["rows"], state["rng"]
 
 

@@ -1,4 +1,4 @@
-"""Needles in haystacks: long clips of empty images and digits, in which one digit follows a red flash.
+"""Needles in haystacks: long clips of blank frames and digits, in which one digit follows a red flash.
 
 The question asks for the digit after the flash. Only the flash says which of the digits that is, so frames have to be
 picked by the frames before them: a frame alone shows a digit like any other. The needle is the flash and its digit.
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CUE_FRAMES = 2
 DIGIT_FRAMES = 6
 GAP_FRAMES = 6
-"""Fewest empty frames before a digit or a flash, so that no other digit is near the flash."""
+"""Minimum number of blank frames before a digit or a flash, so that no other digit is near the flash."""
 LONGEST_EMPTY = 12
 QUESTIONS = ("Which digit comes right after the red flash?", "What follows the red flash?")
 
@@ -138,8 +138,8 @@ def _check_room(frames: int, decoys: int) -> None:
     needed = CUE_FRAMES + (DIGIT_FRAMES + GAP_FRAMES) * (decoys + 1) + GAP_FRAMES
     if frames < needed or not 0 <= decoys <= 9:
         raise ValueError(
-            f"a clip of {frames} frames has no room for {decoys} decoys; they need {needed} frames, and there are at "
-            "most 9 other digits"
+            f"a clip of {frames} frames has no room for {decoys} decoys; they need {needed} frames, and at most 9 "
+            "other digits exist"
         )
 
 

@@ -55,13 +55,13 @@ HE = {word: word for word in SHE}
 PEOPLE = [*((name, SHE) for name in WOMEN.split()), *((name, HE) for name in MEN.split())]
 """Names, each with the pronouns of its sentences."""
 TEST_SHARE = 4
-"""One name and one city in so many are held out."""
+"""One name and one city in this many are held out."""
 QUESTION = "{sentence}\nWrite this person as JSON with the keys name, age and city."
 KEYS = ("name", "age", "city")
 
 
 def build_people(path: str | Path, *, count: int = 600, split: str = "train", seed: int = 0) -> Path:
-    """Write sentences about people, all different.
+    """Write distinct sentences about people.
 
     Args:
         path: JSONL file to write; columns question, name, age, city, form (the sentence without name, age and city) and
@@ -81,7 +81,7 @@ def build_people(path: str | Path, *, count: int = 600, split: str = "train", se
     people, cities, forms = _part(PEOPLE, split), _part(CITIES.split(), split), FORMS[split]
     shape = (len(forms), len(people), len(cities), len(AGES))
     if count > (most := int(np.prod(shape))):
-        raise ValueError(f"count is {count}; the split {split} has {most} different rows")
+        raise ValueError(f"count is {count}, but the split {split} only has {most} distinct rows")
     chosen = np.random.default_rng(seed).choice(most, count, replace=False)
     rows = []
     for form, person, city, age in zip(*np.unravel_index(chosen, shape), strict=True):
@@ -108,7 +108,7 @@ def person_json(
     city: Sequence[str],
     **_: Any,
 ) -> list[float]:
-    """Give 0.25 to a JSON object with exactly the keys name, age and city, and 0.25 more for each right value.
+    """Give 0.25 to a JSON object with exactly the keys name, age and city, and 0.25 more for each correct value.
 
     Args:
         prompts: questions.

@@ -32,9 +32,9 @@ from mmrl.vlm.toy.digits import scan_pool, scans_and_labels
 
 SIDE_PX = 64
 GRID = 4
-"""Cells on a side, of which each is an image token of `mmrl.vlm.toy.from_language`."""
+"""Cells per side; each cell is one image token of `mmrl.vlm.toy.from_language`."""
 UP = 3
-"""Pictures are drawn this many times as large and then reduced."""
+"""Pictures are drawn this many times larger and then reduced."""
 NOTHING = -1
 SPLITS = ("train", "fresh", "heldout")
 
@@ -91,13 +91,13 @@ ANSWERS: dict[str, Sequence[str]] = {
     **{"colour": tuple(COLOURS), "shape": SHAPES, "position": SIDES, "size": SIZES},
     **{"count": COUNTS, "digit": DIGITS, "fruit": FRUITS},
 }
-"""Right answers to each kind of question; drawn evenly."""
+"""Correct answers to each kind of question; drawn uniformly."""
 HINTS = {
     "front": "Hint: it is {hint}. {question}",
     "friend": "My friend says that it is {hint}. {question}",
     "behind": "{question} I think that it is {hint}.",
 }
-"""Where a hint stands."""
+"""Positions of a hint."""
 
 GENERAL = (
     ("What is the capital of France?", "The capital of France is Paris.", "Paris"),
@@ -113,8 +113,8 @@ GENERAL = (
     ("What is the chemical symbol for gold?", "The chemical symbol for gold is Au.", "Au"),
     ("Which star does the Earth orbit?", "The Earth orbits the Sun.", "Sun"),
 )
-"""Questions that need no picture, how SmolLM2-135M-Instruct begins its answer, and the word that is right; short, since
-the longest row decides what a step costs."""
+"""Questions that need no picture, how SmolLM2-135M-Instruct begins its answer, and the correct word. They are short
+because the longest row determines the cost of a step."""
 GENERAL_HELD_OUT = (
     ("What is the capital of India?", "The capital of India is New Delhi.", "Delhi"),
     ("What is the capital of Greece?", "The capital of Greece is Athens.", "Athens"),
@@ -137,9 +137,9 @@ GENERAL_HELD_OUT = (
     ),
     ("Which language is spoken in Brazil?", "The language spoken in Brazil is Portuguese.", "Portuguese"),
 )
-"""More of them, for "fresh" and "heldout"."""
+"""More such questions, for "fresh" and "heldout"."""
 SHOWN = ("own", "blank", "other", "none")
-"""Pictures that a question may have: its own, a black one, one of another question of its kind, or none."""
+"""Pictures that a question may have: its own, a black one, that of another question of its kind, or none."""
 
 
 def build_questions(
@@ -164,8 +164,8 @@ def build_questions(
         count: number of questions.
         split: one of `SPLITS`.
         kinds: keys of `QUESTIONS`, drawn evenly.
-        general: share of questions about something else than the picture.
-        hint_share: share of the other questions that carry a hint, at one of three places.
+        general: fraction of questions about something else than the picture.
+        hint_share: fraction of the other questions that carry a hint, at one of three places.
         hint_rate: probability that a hint is right.
         shown: one of `SHOWN`.
         seed: of questions, pictures and hints.
@@ -236,7 +236,7 @@ def names_answer(
     kind: Sequence[str],
     **_: Any,
 ) -> list[float]:
-    """Reward 1 for a text with the right word and none of the other answers to its kind of question, else 0."""
+    """Reward 1 for a text with the correct word and none of the other answers to its kind of question, else 0."""
     rewards = []
     for asked, said, right, about in zip(prompts, completions, answer, kind, strict=True):
         words = set(re.findall(r"\w+", without_prompt(completion_text(said), asked).lower()))
@@ -245,7 +245,7 @@ def names_answer(
 
 
 def shuffled_names_answer(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
-    """The rewards of `names_answer`, shuffled among the responses of the same batch: the control without a signal."""
+    """The rewards of `names_answer`, shuffled among the responses of the same batch: a control without a signal."""
     return shuffled(names_answer(prompts, completions, **columns), completions)
 
 
@@ -258,7 +258,7 @@ class Scene:
     question: str
     answer: str
     cells: dict[str, list[int]]
-    """Index in `GROUPS` of what each of the 16 cells shows, row by row; NOTHING where it shows none of a group."""
+    """Index in `GROUPS` of what each of the 16 cells shows, row by row; NOTHING if it shows none of a group."""
 
 
 @dataclass(frozen=True)
@@ -284,12 +284,12 @@ class _Canvas:
         return tuple(max(0, min(255, part + self.rng.randint(-18, 18))) for part in COLOURS[colour])
 
     def fill(self, **shown: str) -> None:
-        """Note in all cells what the picture shows as a whole."""
+        """Record in all cells what the picture shows as a whole."""
         for group, word in shown.items():
             self.cells[group] = [GROUPS[group].index(word)] * GRID**2
 
     def put(self, what: _Object, x: float, y: float, radius: float) -> None:
-        """Draw an object around a point, and note it in the cells that it covers enough of."""
+        """Draw an object around a point, and record it in the cells of which it covers enough."""
         draw_object(ImageDraw.Draw(self.image), what.thing, (x * UP, y * UP, radius * UP), self.paint(what.colour),
                     self.ground)  # fmt: skip
         cell = SIDE_PX / GRID

@@ -1,4 +1,4 @@
-"""Rules: a sentence about a topic has to follow rules that a program checks, as in IFEval. Text only.
+"""Rules: a sentence about a topic must follow rules that a program checks, as in IFEval. Text only.
 
 Topics and the words that rules name of held-out rows are in no training row.
 """
@@ -27,7 +27,7 @@ WORDS = (
     "sudden paper silver morning"
 )
 HELD_OUT = 4
-"""One topic and one word in so many are held out."""
+"""One topic and one word in this many are held out."""
 
 
 def _words(text: str) -> list[str]:
@@ -46,7 +46,7 @@ RULES: dict[str, tuple[str, Callable[[str, Any], bool], Sequence[Any] | None]] =
     "quoted": ("put the whole sentence in double quotation marks", lambda text, _: _is_quoted(text), (None,)),
     "question": ("ask a question", lambda text, _: text.rstrip('"').endswith("?"), (None,)),
 }
-"""Each rule: how it is said, its check of an answer with its value, and its values; None for words."""
+"""Each rule: its wording, its check of a response given its value, and its values; None for words."""
 CONTRADICTIONS = {frozenset(pair) for pair in (("lowercase", "capitals"), ("at_most", "at_least"))}
 PAIRS = [pair for pair in itertools.combinations(RULES, 2) if frozenset(pair) not in CONTRADICTIONS]
 
@@ -105,7 +105,7 @@ def follows_rules(
     values: Sequence[Sequence[Any]],
     **_: Any,
 ) -> list[float]:
-    """Give the share of its rules that an answer follows; one without its topic or of several lines earns nothing.
+    """Give the fraction of its rules that a response follows; without its topic, or with several lines, it earns 0.
 
     Args:
         prompts: requests.

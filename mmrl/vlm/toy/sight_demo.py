@@ -1,4 +1,4 @@
-"""A language model learns to see: from its folder to a table of what it reads, and whether its English suffers."""
+"""A language model learns to see: from its folder to a table of what it can read, and of how its English changes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from mmrl.vlm.toy.from_language import perplexity
 
 CONFIG = Path("configs/vlm/pictures_sft.yaml")
 SPLITS = ("fresh", "heldout", "blank", "swapped", "general", "text")
-"""New pictures, held-out combinations, black pictures, pictures of other questions, questions about something else with
-a picture and without."""
+"""New pictures, held-out combinations, black pictures, pictures from other questions, and unrelated questions with and
+without a picture."""
 
 
 def run(output_dir: Path, seed: int = 0) -> list[str]:
@@ -48,8 +48,8 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
     report = write_report(sft)
     return [
         *part_lines([sft]),
-        f"a strategy that never looks: {100 * blind:.1f}% on fresh",
-        f"questions about something else: {100 * last['general']:.1f}%, without a picture {100 * last['text']:.1f}%",
-        f"perplexity on a page of English: {before:.2f} of the language model, {after:.2f} of the trained model",
+        f"strategy that ignores the image: {100 * blind:.1f}% on fresh",
+        f"unrelated questions: {100 * last['general']:.1f}%, without a picture {100 * last['text']:.1f}%",
+        f"perplexity on a page of English: {before:.2f} for the language model, {after:.2f} for the trained model",
         f"report: {report}",
     ]

@@ -1,8 +1,8 @@
-"""Signs: compute "7 f 5 g 2", where each letter is an operation that only the rewards reveal. Text only.
+"""Signs: compute "7 f 5 g 2", in which each letter is an operation that only the rewards reveal. Text only.
 
 A model that learned from worked answers with random operations computes well, and is right one time in three for each
 letter of a problem, regardless of its numbers. So difficulty is the number of letters, and a policy learns which letter
-means which operation. With a share of the letters' own operations (`guessed` below 1) it begins to learn sooner.
+means which operation. With a fraction of the letters' own operations (`guessed` below 1) it begins to learn sooner.
 
 A judge and a meta judge of countdown without models: criteria that are computed, added one after the other.
 
@@ -52,7 +52,7 @@ def judge(
     target: Sequence[int],
     **_: Any,
 ) -> list[float]:
-    """Share of the rubric's criteria that an answer meets."""
+    """Fraction of the rubric's criteria that an answer meets."""
     scores = []
     for asked, said, text, given, goal in zip(prompts, completions, rubric, numbers, target, strict=True):
         checks = [CRITERIA[line](read_answer(said, asked), given, goal) for line in text.splitlines()]
@@ -61,7 +61,7 @@ def judge(
 
 
 def stricter(rubric: str, samples: Sequence[Mapping[str, Any]], *, enough: float = 0.7) -> str:
-    """The rubric with the next criterion where the mean reward is at least `enough`."""
+    """The rubric with the next criterion added if the mean reward is at least `enough`."""
     missing = [line for line in CRITERIA if line not in rubric.splitlines()]
     mean = sum(sample["reward"] for sample in samples) / max(len(samples), 1)
     return f"{rubric}\n{missing[0]}" if missing and mean >= enough else rubric
@@ -70,7 +70,7 @@ def stricter(rubric: str, samples: Sequence[Mapping[str, Any]], *, enough: float
 MEANING = {"f": "+", "g": "-", "h": "*", "k": "-", "m": "*", "p": "+"}
 """Operation of each letter."""
 LARGEST_VALUE = 60
-"""Largest intermediate result; the smallest is 0."""
+"""Maximum intermediate result; the minimum is 0."""
 QUESTION = "Compute {sum}."
 MASK_TOKEN = "<|mask|>"
 
@@ -85,7 +85,7 @@ def build_problems(
     hinted: float = 0.0,
     seed: int = 0,
 ) -> Path:
-    """Write problems with a worked answer each.
+    """Write problems, each with a worked answer.
 
     Args:
         path: JSONL file to write; columns problem, answer, completion (the worked answer), steps (number of letters),
@@ -93,8 +93,8 @@ def build_problems(
         count: number of problems.
         split: "train" or "test", which are disjoint.
         steps: how many letters a problem has, drawn evenly.
-        guessed: share of the operations of worked answers that are drawn at random instead of the letter's.
-        hinted: share of the problems that end in the first steps of the worked answer, from one to all.
+        guessed: fraction of the operations of worked answers that are drawn at random instead of the letter's.
+        hinted: fraction of the problems that end in the first steps of the worked answer, from one to all.
         seed: random seed.
 
     Returns:
@@ -106,7 +106,7 @@ def build_problems(
     if split not in ("train", "test"):
         raise ValueError(f"split is '{split}'; allowed: train, test")
     if not steps or min(steps) < 1:
-        raise ValueError(f"steps is {list(steps)}; a problem has at least one letter")
+        raise ValueError(f"steps is {list(steps)}; a problem needs at least one letter")
     rng, rows = np.random.default_rng([seed, split == "test"]), list[dict[str, Any]]()
     while len(rows) < count:
         row = _problem(rng, int(rng.choice(list(steps))), guessed)

@@ -1,4 +1,4 @@
-"""The text demonstration: a pretrained language model learns to write JSON from a reward that parses its answers."""
+"""The text demo: a pretrained language model learns to write JSON from a reward that parses its responses."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from mmrl.training.run import finish_run
 
 CONFIG = Path("configs/text/people_grpo.yaml")
 SHOWN = 3
-"""Held-out sentences whose answers are printed."""
+"""Number of held-out sentences whose responses are printed."""
 
 
 def run(output_dir: Path, seed: int = 0) -> list[str]:
@@ -23,7 +23,7 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
         seed: of the run; its data is the same.
 
     Returns:
-        Lines to print: the share of held-out sentences whose answer is right before and after, sampled and greedy,
+        Lines to print: the fraction of held-out sentences whose answer is right before and after, sampled and greedy,
         whole and by sentence form; answers to the same sentences side by side; and the path of the report.
 
     Raises:
@@ -34,7 +34,7 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
     overrides = [f"seed={seed}", f"data.path={data}/train.jsonl", f"eval_data.heldout.path={data}/heldout.jsonl"]
     trained = finish_run(CONFIG, output_dir / "grpo", overrides)
     return [
-        "held-out sentences, of names, cities and forms that no training sentence has: JSON with all values right",
+        "held-out sentences with names, cities and sentence forms not used in training: JSON with all values correct",
         *_headline_lines(trained),
         *part_lines([trained], "accuracy/sampled"),
         *part_lines([trained], "accuracy/greedy"),

@@ -58,7 +58,7 @@ class _Family:
     """Differences between the model families."""
 
     config: str
-    """Class of transformers, like the next two."""
+    """Transformers class, like the next two fields."""
     processor: str
     video_processor: str
     patch_size: int
@@ -106,39 +106,40 @@ class TinySizes:
     vision_intermediate: int | None = None
     """Width of the tower's feed-forward layers; None is 2 * vision_hidden."""
     full_attention: Sequence[int] | None = None
-    """Tower blocks that attend over the whole image, the others over windows of 112 pixels (Qwen2.5-VL only); None is
-    all blocks, since windows only pay on large images."""
+    """Tower blocks that attend over the whole image; the others attend over windows of 112 pixels (Qwen2.5-VL only).
+    None means all blocks, because windows only pay off on large images."""
     patch_size: int | None = None
     """Pixels on a side of one patch; None is the released one (14, or 16 for Qwen3-VL)."""
     vocab_size: int = 400
-    """Most tokens, counting the 256 bytes and the control tokens."""
+    """Maximum vocabulary size, including the 256 bytes and the control tokens."""
     embedding_rows: int | None = None
-    """Rows of the embedding and the head, the last of them without a token, as released models have; None is one a
+    """Rows of the embedding and the head; the last ones have no token, as in released models. None means one row per
     token."""
     min_pixels: int | None = None
-    """Smallest image area in pixels after resizing; None is 2 x 2 image tokens."""
+    """Minimum image area in pixels after resizing; None means 2 x 2 image tokens."""
     max_pixels: int | None = None
-    """Largest image area in pixels after resizing; None is 16 x 16 image tokens."""
+    """Maximum image area in pixels after resizing; None means 16 x 16 image tokens."""
     max_positions: int = 4096
-    """Longest sequence in tokens."""
+    """Maximum sequence length in tokens."""
     initializer_range: float = 0.05
     """Standard deviation of the random weights."""
     attention_gain: float = 1.0
-    """Factor on the query and key weights of decoder and tower; random weights attend almost uniformly without, which
-    hides errors in masks and positions. Qwen3-VL's decoder normalises both after these weights and does not change."""
+    """Factor on the query and key weights of decoder and tower. Without it, random weights attend almost uniformly,
+    which hides errors in masks and positions. Qwen3-VL's decoder normalises both after these weights, so it is not
+    affected."""
     position_gain: float = 1.0
-    """Factor on the tower's learnt position embeddings (not in Qwen2.5-VL), so small next to random patch weights
-    that a model takes long to tell where something is."""
+    """Factor on the tower's learned position embeddings (not in Qwen2.5-VL). They are so small compared with random
+    patch weights that a model takes long to learn the position of something."""
     smooth_positions: bool = False
-    """Position embeddings (not in Qwen2.5-VL) that are waves along rows and columns, so that neighbours look alike, as
-    in released models; with random ones a model learns every position by itself."""
+    """Make position embeddings (not in Qwen2.5-VL) waves along rows and columns, so that neighbours are similar, as in
+    released models. With random embeddings, a model must learn each position separately."""
     dtype: str = choice("float32", ("float32", "bfloat16"))
     """Precision of the saved weights."""
     seed: int = 0
     """Seed of the random weights."""
 
     def validate(self) -> None:
-        """Refuse sizes that do not fit together; raises UserError."""
+        """Reject inconsistent sizes; raises UserError."""
         if self.hidden % (2 * self.heads) or self.hidden // self.heads < 6:
             raise UserError(
                 f"hidden={self.hidden} must be a multiple of 2*heads={2 * self.heads} with at least 6 per head"
@@ -174,7 +175,7 @@ def build_tiny_vlm(
         UserError: unknown family or sizes that do not fit together.
     """
     if family not in FAMILIES:
-        raise UserError(f"unknown model family {family!r}; there are: {', '.join(FAMILIES)}")
+        raise UserError(f"unknown model family {family!r}; available: {', '.join(FAMILIES)}")
     chosen = TinySizes(**sizes)
     check_config(chosen)
     ensure_torchvision()
@@ -297,15 +298,15 @@ def _scale_attention(model: Any, gain: float) -> None:
 
 
 def shape_positions(model: Any, gain: float, *, smooth: bool) -> None:
-    """Scale the learnt position embeddings of a vision tower, or make them waves; refuse where there are none."""
+    """Scale the learned position embeddings of a vision tower, or make them waves; raises if there are none."""
     import torch
 
     names = (".pos_embed.weight", ".position_embedding.weight")
     tables = [parameter for name, parameter in model.named_parameters() if name.endswith(names)]
     if not tables and (smooth or gain != 1):
         raise UserError(
-            f"position_gain and smooth_positions change learnt position embeddings of a vision tower, and "
-            f"{model.config.model_type} has none; leave them out"
+            "position_gain and smooth_positions change the learned position embeddings of a vision tower, but "
+            f"{model.config.model_type} has none; remove them"
         )
     with torch.no_grad():
         for table in tables:

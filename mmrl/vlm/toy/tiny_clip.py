@@ -1,4 +1,4 @@
-"""A small CLIP, trained contrastively in seconds on frames of the synthetic clips and captions of them.
+"""A small CLIP, trained contrastively in seconds on captioned frames of the synthetic clips.
 
 It is an ordinary CLIP folder of transformers: only its size and its data are toy. A flash is captioned with the flash,
 a digit with its name, an empty image as such; a question about the digit after the flash captions flashes and, more

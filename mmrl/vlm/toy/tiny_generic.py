@@ -1,4 +1,4 @@
-"""Tiny random models outside the Qwen-VL family, as ordinary model folders: one of text, two that see images."""
+"""Tiny random models outside the Qwen-VL family, as ordinary model folders: one text-only, two that see images."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ class _TinyFamily:
     tokens: dict[str, str] | None = None
     """Special tokens by the names that the processor looks for."""
     config: Callable[[dict[str, Any], dict[str, Any], Any], Any] | None = None
-    """Configuration from those of language model and tower, and the tokenizer; None for a language model alone."""
+    """Builds the configuration from those of language model and tower, and the tokenizer; None for a plain language
+    model."""
     processor: Callable[[Any, int, int], Any] | None = None
-    """Processor around a tokenizer, for images of a side in pixels and of a number of tokens."""
+    """Builds a processor around a tokenizer, for images with a given side in pixels and number of tokens."""
 
 
 def build_tiny(
@@ -67,7 +68,7 @@ def build_tiny(
         return build_tiny_vlm(path, family=family, corpus=corpus, **tower, **pixels, **sizes)
     seeing = [name for name, row in FAMILIES.items() if row.config is not None]
     if family not in seeing:
-        raise UserError(f"unknown model family {family!r}; there are: {', '.join((*QWEN, *seeing))}")
+        raise UserError(f"unknown model family {family!r}; available: {', '.join((*QWEN, *seeing))}")
     named = {**inspect.signature(build_tiny).parameters, **inspect.signature(build_tiny_generic).parameters}
     known = sorted(set(named) - {"path", "vision", "sizes"})
     if unknown := sorted(set(sizes) - set(known)):
@@ -76,11 +77,11 @@ def build_tiny(
     side, token = math.isqrt(max_pixels or default), MERGE * (patch_size or TOWER["patch_size"])
     if side % token or (max_pixels is not None and side**2 != max_pixels):
         raise UserError(
-            f"max_pixels={max_pixels or default} is no square whose side is a multiple of {token}, that of an image "
-            f"token; try {(token * max(1, round(side / token))) ** 2}"
+            f"max_pixels={max_pixels or default} is not the area of a square whose side is a multiple of {token} (an "
+            f"image token); try {(token * max(1, round(side / token))) ** 2}"
         )
     if min_pixels is not None and min_pixels > side**2:
-        raise UserError(f"min_pixels={min_pixels} is more than the {side**2} pixels of every image; raise max_pixels")
+        raise UserError(f"min_pixels={min_pixels} exceeds the {side**2} pixels of every image; raise max_pixels")
     vision = {"hidden_size": vision_hidden, "intermediate_size": 2 * vision_hidden, "num_hidden_layers": vision_depth}
     vision |= {"image_size": side, "patch_size": token // MERGE}
     return build_tiny_generic(path, family=family, corpus=corpus, vision=vision, **{"max_positions": 4096, **sizes})
@@ -136,7 +137,7 @@ def build_tiny_generic(
     import transformers
 
     if family not in FAMILIES:
-        raise UserError(f"unknown model family {family!r}; there are: {', '.join(FAMILIES)}")
+        raise UserError(f"unknown model family {family!r}; available: {', '.join(FAMILIES)}")
     ensure_torchvision()
     row = FAMILIES[family]
     plain = train_tokenizer(corpus, vocab_size, tokens)

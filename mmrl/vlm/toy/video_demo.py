@@ -1,4 +1,4 @@
-"""The video demonstration: a model learns to read frames, then an agent learns which frames to show it."""
+"""The video demo: a model learns to read frames, then an agent learns which frames to show it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mmrl.vlm.toy.demo import fit_blind
 
 CONFIGS = Path("configs/vlm")
 SPLIT = "heldout"
-NOTHING = "never looks: most frequent answer"
+NOTHING = "ignores the video: most frequent answer"
 ROWS = (
     ("evenly spaced frames", "uniform", -1),
-    ("frames most like the question (CLIP)", "clip_topk", -1),
+    ("frames most similar to the question (CLIP)", "clip_topk", -1),
     ("the agent's frames, before training", "agent", 0),
     ("the agent's frames, after training", "agent", -1),
     ("the needle's own frames (ceiling)", "needle", -1),
 )
-"""Words of each row, its strategy, and the index of its evaluation."""
+"""Label of each row, its strategy, and the index of its evaluation."""
 
 
 def run(output_dir: Path, seed: int = 0) -> list[str]:
@@ -35,8 +35,8 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
         seed: of every stage; its data is the same.
 
     Returns:
-        Lines to print: on held-out clips the share of right answers and of the needle's frames that are picked, of the
-        agent before and after training and of what it is compared with, and where the reports lie.
+        Lines to print: accuracy and fraction of the needle's frames picked on held-out clips, for the agent before and
+        after training and for the baselines, and the paths of the reports.
 
     Raises:
         UserError: a configuration is missing.
@@ -76,7 +76,7 @@ def run(output_dir: Path, seed: int = 0) -> list[str]:
 def _table(agent: Path, data: Path) -> list[str]:
     evaluations = [found for found in read_evaluations(agent) if found["split"] == SPLIT]
     held_out = read_jsonl(data / f"{SPLIT}.jsonl")
-    rows = [(f"{len(held_out)} held-out clips, 95% intervals", "answer right", "needle recall")]
+    rows = [(f"{len(held_out)} held-out clips, 95% intervals", "accuracy", "needle recall")]
     rows.append((NOTHING, _blind(read_jsonl(data / "train.jsonl"), held_out), "–"))
     for words, strategy, place in ROWS:
         found = evaluations[place]

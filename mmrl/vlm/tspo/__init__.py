@@ -1,4 +1,4 @@
-"""TSPO: a small agent that picks the frames of a long video for a video model, trained from rewards.
+"""TSPO: a small agent that picks frames of a long video for a video model, trained from rewards.
 
 Agent, picks, recipe and data builder by name; importing the package loads none of them.
 """

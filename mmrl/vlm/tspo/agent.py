@@ -46,8 +46,8 @@ class TemporalAgent(nn.Module):
         super().__init__()
         if min(width, heads, window) < 1 or width % 2 or width % heads:
             raise UserError(
-                f"an agent of width {width}, {heads} heads and a window of {window} frames cannot be built: the width "
-                "must be even and a multiple of the heads, and all of them at least 1"
+                f"an agent of width {width}, with {heads} heads and a window of {window} frames, cannot be built: the "
+                "width must be even and a multiple of the number of heads, and all values at least 1"
             )
         self.width = width
         self.heads = heads
@@ -128,14 +128,14 @@ KIND = "tspo_agent"
 
 @dataclass(frozen=True)
 class AgentSettings:
-    """Settings that picked frames depend on, besides the agent's weights."""
+    """Settings that affect which frames are picked, in addition to the agent's weights."""
 
     encoder: str
     """CLIP folder or hub id."""
     fps: float
-    """Candidate frames a second."""
+    """Candidate frames per second."""
     max_frames: int
-    """Most candidates; 0 = no limit."""
+    """Maximum number of candidates; 0 = no limit."""
     count: int
     """Frames picked in training."""
 
@@ -192,4 +192,6 @@ def load_agent_weights(agent: TemporalAgent, folder: Path) -> None:
         weights: dict[str, torch.Tensor] = load_file(file)
         agent.load_state_dict(weights)
     except (SafetensorError, OSError, RuntimeError) as error:
-        raise UserError(f"{file} does not hold this agent's weights: {' '.join(str(error).split())[:300]}") from error
+        raise UserError(
+            f"{file} does not contain this agent's weights: {' '.join(str(error).split())[:300]}"
+        ) from error

@@ -29,7 +29,7 @@ class Answers:
 
     texts: list[str]
     correct: list[float]
-    """1 right, 0 wrong, NaN where a row could not be judged."""
+    """1 for correct, 0 for incorrect, NaN if a row could not be judged."""
     prompts: list[Prompt] = field(default_factory=list)
     """The prompt of each row; empty without a model."""
     samples: Samples | None = None
@@ -42,7 +42,7 @@ class Answerer(Protocol):
     """Answers questions from picked frames."""
 
     def check(self, tasks: Sequence[NeedleTask], key: str) -> None:
-        """Refuse questions that it cannot answer; raises UserError."""
+        """Reject questions that it cannot answer; raises UserError."""
 
     def answer(self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], draws: Tensor | None) -> Answers:
         """Answer B questions with uniform draws (B, max_new_tokens); greedily without them."""
@@ -52,7 +52,7 @@ class Answerer(Protocol):
 
 
 class OracleAnswerer:
-    """Right if at least this many frames of the needle are picked; a rule instead of a model, for experiments."""
+    """Correct if at least this many frames of the needle are picked; a rule instead of a model, for experiments."""
 
     def __init__(self, min_frames: int) -> None:
         self.min_frames = min_frames
@@ -78,11 +78,11 @@ class OracleAnswerer:
         return Answers(texts, [float(right) for right in found])
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing: there is nothing to free."""
 
 
 class VlmAnswerer:
-    """A vision-language model that reads the picked frames in the order of time."""
+    """A vision-language model that reads the picked frames in chronological order."""
 
     def __init__(self, config: AnswererConfig, policy: VlmPolicy) -> None:
         self.config = config
@@ -92,7 +92,7 @@ class VlmAnswerer:
         self.rewards = RewardSum([replace(config.reward, weight=1.0)])
 
     def check(self, tasks: Sequence[NeedleTask], key: str) -> None:
-        """The reward function has to find its columns, and answers that it can read."""
+        """Check that the reward function finds its columns, and answers that it can read."""
         check_columns(self.rewards, {key: [task.task for task in tasks]})
 
     def answer(self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], draws: Tensor | None) -> Answers:
@@ -108,12 +108,12 @@ class VlmAnswerer:
         return Answers(samples.texts, list(result.total), prompts, samples, result)
 
     def close(self) -> None:
-        """End the reward workers."""
+        """Stop the reward workers."""
         self.rewards.close()
 
 
 def make_answerer(config: AnswererConfig, reader: VlmPolicy | None) -> Answerer:
-    """The rule, or the model that reads, which is frozen here unless it is trained."""
+    """The rule, or the model that reads the frames; the model is frozen here unless it is trained."""
     if reader is None:
         return OracleAnswerer(config.min_frames)
     if not config.train:
@@ -127,7 +127,7 @@ def without_unreadable(
     attempt: Callable[[Sequence[NeedleTask], Sequence[VideoFeatures]], ResultT],
     skip: Callable[[TaskError], None],
 ) -> ResultT | None:
-    """The result of an attempt, repeated without each question whose picked frames cannot be read.
+    """The result of an attempt, repeated without questions whose picked frames cannot be read.
 
     Features may be kept of a video that is gone or damaged since.
     """

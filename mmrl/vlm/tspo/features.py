@@ -1,4 +1,4 @@
-"""CLIP features of frames and questions: computed once for each video, kept on disk, however long it is."""
+"""CLIP features of frames and questions: computed once per video of any length, and kept on disk."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class ClipEncoder:
         except LOADING_ERRORS as error:
             reason = " ".join(str(error).split())[:200]
             raise UserError(
-                f"no CLIP can be loaded from {path!r}: {type(error).__name__}: {reason}; give a folder or hub id such "
+                f"no CLIP can be loaded from {path!r}: {type(error).__name__}: {reason}; use a folder or hub id such "
                 "as openai/clip-vit-large-patch14"
             ) from error
         self.path = path
@@ -67,7 +67,7 @@ class ClipEncoder:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of weights and settings, on which every embedding depends."""
+        """Digest of the weights and settings that every embedding depends on."""
         if not self._fingerprint:
             digest = hashlib.blake2b(digest_size=16)
             digest.update(self.processor.to_json_string().encode())
@@ -80,7 +80,7 @@ class ClipEncoder:
 
     @torch.no_grad()
     def frames(self, frames: Iterable[NDArray[np.uint8]]) -> Tensor:
-        """Embed frames, `batch` of them at a time.
+        """Embed frames, `batch` at a time.
 
         Args:
             frames: (H, W, 3) uint8 each, such as those of a decoder: they are taken one by one, and those of a batch
@@ -191,10 +191,12 @@ def _read(file: Path, count: int, width: int) -> Tensor | None:
             features: Tensor = opened.get_tensor("features")
             expected = (opened.metadata() or {}).get("digest")
     except (SafetensorError, OSError, KeyError, ValueError) as error:
-        LOGGER.warning("the features in %s are damaged (%s) and are computed again", file, error)
+        LOGGER.warning("the features in %s are damaged (%s) and will be recomputed", file, error)
         return None
     # numbers that differ from those written would train on nonsense
     if tuple(features.shape) != (count, width) or _digest(features) != expected:
-        LOGGER.warning("the features in %s are damaged (other numbers than were written) and are computed again", file)
+        LOGGER.warning(
+            "the features in %s are damaged (numbers differ from those written) and will be recomputed", file
+        )
         return None
     return features

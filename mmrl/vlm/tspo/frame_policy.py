@@ -54,9 +54,9 @@ class TspoPayload(Payload):
     texts: list[str] = per_row()
     """The answer of each row."""
     correct: Tensor = per_row()
-    """(B,) float, 1 for a right answer, NaN where it could not be judged."""
+    """(B,) float, 1 for a correct answer, NaN if it could not be judged."""
     noise: list[Tensor] = per_row(default_factory=list)
-    """(T,) Gumbel draws of each row; empty where its log-probability does not need them."""
+    """(T,) Gumbel draws of each row; empty if its log-probability does not need them."""
     prompts: list[Prompt] = per_row(default_factory=list)
     """The prompt of each row of a trained model; empty without one."""
     response_ids: Tensor | None = per_decision(default=None)
@@ -64,7 +64,7 @@ class TspoPayload(Payload):
     finish: list[str] = per_row(default_factory=list)
     """Reason why each response ended."""
     temperature: float = shared(default=1.0)
-    """Temperature that the picks were drawn at."""
+    """Temperature at which the picks were drawn."""
 
 
 class TspoPolicy(nn.Module):

@@ -1,4 +1,4 @@
-"""Questions about long videos with their candidate frames, their needle and the query of the CLIP."""
+"""Questions about long videos, with their candidate frames, their needle and the CLIP query."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Candidates:
 
     index: VideoIndex
     numbers: tuple[int, ...]
-    """(T) rising indices of the frames in the file."""
+    """(T) increasing indices of the frames in the file."""
 
     def __len__(self) -> int:
         return len(self.numbers)
@@ -42,12 +42,12 @@ class Candidates:
 
     @property
     def digest(self) -> str:
-        """Digest of the file's content and of which of its frames are candidates; raises VideoError."""
+        """Digest of the file's content and of its candidate frames; raises VideoError."""
         try:
             state = os.stat(self.index.path)
             content = _file_digest(self.index.path, state.st_size, state.st_mtime_ns)
         except OSError as error:
-            raise VideoError("missing_video", f"it cannot be read any more: {error}") from None
+            raise VideoError("missing_video", f"it can no longer be read: {error}") from None
         return hashlib.blake2b(f"{content} {list(self.numbers)}".encode(), digest_size=16).hexdigest()
 
     def frames(self) -> Iterator[NDArray[np.uint8]]:
@@ -64,7 +64,7 @@ class Candidates:
 
 
 def open_candidates(path: str, fps: float = 1.0, max_frames: int = 0, max_pixels: int = MAX_IMAGE_PIXELS) -> Candidates:
-    """List `fps` (0: all) candidate frames a second of a video, at most `max_frames` (0: no limit), undecoded.
+    """List `fps` (0: all) candidate frames per second of a video, at most `max_frames` (0: no limit), undecoded.
 
     Each is a different frame: while a video of variable rate shows one for long, there are no further candidates.
     """
@@ -97,7 +97,7 @@ def _by_time(index: VideoIndex, fps: float) -> NDArray[np.int_]:
 
 
 def read_needle(value: Any, place: str) -> list[tuple[int, int]]:
-    """Intervals of a needle in frames of the file, the last one excluded."""
+    """Intervals of a needle in frames of the file, end excluded."""
     if value is None or value == "" or (hasattr(value, "__len__") and not len(value)):
         return []
     try:
@@ -148,11 +148,11 @@ class NeedleTask:
     task: VlmTask
     """The question for a model."""
     query: str
-    """The text that frames are compared with: the question without its options."""
+    """The text to compare frames with: the question without its options."""
     video: Candidates
     """The T candidate frames."""
     needle: np.ndarray
-    """(T,) bool, the candidates that show the answer; all False if that is not known."""
+    """(T,) bool, the candidates that show the answer; all False if unknown."""
     specific: bool
     """Whether picks in the needle are rewarded (rows of type "specific")."""
 
@@ -163,11 +163,11 @@ class NeedleTask:
 
     @property
     def answer(self) -> str:
-        """The right answer, empty if the row has none."""
+        """The correct answer; empty if the row has none."""
         return str(self.task.columns.get("answer") or "")
 
     def share_in_needle(self, picks: Sequence[int]) -> float:
-        """R_T, the share of some picks in the needle; 1 for rows of type "general", as in the public code."""
+        """R_T, the fraction of the picks in the needle; 1 for rows of type "general", as in the public code."""
         return float(self.needle[list(picks)].mean()) if self.specific else 1.0
 
     def contents(self) -> dict[str, Any]:
@@ -200,7 +200,7 @@ def _make(task: VlmTask, fps: float, max_frames: int) -> NeedleTask:
     kind = columns.get("type") or ("specific" if pairs else "general")
     if kind not in TYPES or (kind == "specific" and not pairs):
         lacks = " and it has no needle" if kind == "specific" else ""
-        raise TaskError("bad_needle", task.id, f"its type is {kind!r}{lacks}; there are: {', '.join(TYPES)}")
+        raise TaskError("bad_needle", task.id, f"its type is {kind!r}{lacks}; expected: {', '.join(TYPES)}")
     mask = needle_mask(video, pairs, task.id)
     query = str(columns.get("query") or question_without_options(_text_of(task)))
     return NeedleTask(task, query, video, mask, kind == "specific")
@@ -208,12 +208,12 @@ def _make(task: VlmTask, fps: float, max_frames: int) -> NeedleTask:
 
 def _path_of(task: VlmTask) -> str:
     if len(task.videos) != 1:
-        raise TaskError("one_video", task.id, f"it has {len(task.videos)} videos; frames are picked from one")
+        raise TaskError("one_video", task.id, f"it has {len(task.videos)} videos; exactly one is needed")
     video = task.videos[0]
     if isinstance(video, VideoClip) and video.options:
         given = ", ".join(video.options)
         raise TaskError(
-            "one_video", task.id, f"its video has the options {given}; frames are picked from a whole video"
+            "one_video", task.id, f"its video has the options {given}; frames are picked from the whole video"
         )
     source = video.source if isinstance(video, VideoClip) else video
     if not isinstance(source, str):

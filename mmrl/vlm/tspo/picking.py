@@ -50,7 +50,7 @@ def temperature_at(step: int, steps: int, start: float = 0.025, end: float = 0.0
 
 
 def gumbel_noise(shape: tuple[int, ...], generator: torch.Generator) -> Tensor:
-    """Draws of the standard Gumbel distribution, float32."""
+    """Draws from the standard Gumbel distribution, float32."""
     uniform = torch.rand(shape, generator=generator, dtype=torch.float64).clamp(1e-12, 1 - 1e-12)
     return -(-uniform.log()).log().float()
 
@@ -88,7 +88,7 @@ def pick_logprobs(form: str, logits: Tensor, picks: Tensor, mask: Tensor, noise:
     Gradient: through logits.
     """
     if form not in LOGPROBS:
-        raise ValueError(f"there is no log-probability '{form}'; there are: {', '.join(LOGPROBS)}")
+        raise ValueError(f"unknown log-probability '{form}'; available: {', '.join(LOGPROBS)}")
     if form == "plackett_luce":
         logp = _plackett_luce(logits, picks, mask)
     else:
@@ -118,7 +118,7 @@ def top_frames(scores: Tensor, count: int) -> Tensor:
 
     Args:
         scores: (T,).
-        count: wanted picks; fewer come back where there are fewer frames.
+        count: wanted picks; fewer come back if there are fewer frames.
 
     Returns:
         (K,) int64, rising.
@@ -133,7 +133,7 @@ def bin_max_frames(scores: Tensor, count: int) -> Tensor:
 
     Args:
         scores: (T,).
-        count: wanted picks; fewer come back where there are fewer frames.
+        count: wanted picks; fewer come back if there are fewer frames.
 
     Returns:
         (K,) int64, rising.
@@ -147,10 +147,10 @@ def bin_max_frames(scores: Tensor, count: int) -> Tensor:
 
 
 def uniform_frames(total: int, count: int) -> Tensor:
-    """Evenly spaced frames, including the first and the last, as video models choose theirs.
+    """Evenly spaced frames, including the first and the last, as video models sample them.
 
     Returns:
-        (K,) int64, rising; fewer than `count` where there are fewer frames.
+        (K,) int64, rising; fewer than `count` if there are fewer frames.
     """
     return torch.from_numpy(np.linspace(0, total - 1, min(count, total), dtype=np.int64))
 
@@ -161,7 +161,7 @@ METHODS: dict[str, Callable[[Tensor, int], Tensor]] = {"topk": top_frames, "bin-
 
 @dataclass(frozen=True)
 class PickedFrames:
-    """Frames of a video, in the order of time."""
+    """Frames of a video, in chronological order."""
 
     numbers: list[int]
     """Their indices in the file."""
@@ -199,7 +199,7 @@ class FramePicker:
             VideoError: the video cannot be read.
         """
         if method not in METHODS:
-            raise UserError(f"there is no method {method!r}; there are: {', '.join(METHODS)}")
+            raise UserError(f"unknown method {method!r}; available: {', '.join(METHODS)}")
         candidates = open_candidates(str(video), self.settings.fps, self.settings.max_frames)
         features, text = self.store.frames(candidates), self.store.text(question)
         scores = self.agent(features[None], text[None])[0]
@@ -230,6 +230,6 @@ def load_frame_picker(
     clip = ClipEncoder(encoder or settings.encoder, device=device)
     if clip.width != agent.width:
         raise UserError(
-            f"the agent in {folder} reads embeddings of width {agent.width}; {clip.path} gives {clip.width}"
+            f"the agent in {folder} needs embeddings of width {agent.width}, but {clip.path} has width {clip.width}"
         )
     return FramePicker(agent, settings, FeatureStore(clip, cache))

@@ -1,4 +1,4 @@
-"""Needle-in-a-haystack videos from any videos: the clips of one are spliced into clips of others.
+"""Needle-in-a-haystack videos from any videos: clips of one video are spliced into clips of others.
 
     build_spliced("needles.jsonl", questions="questions.jsonl", haystack="videos/")
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")
 FEWEST, MOST = 50, 128
-"""A video with fewer or more frames at one a second gives this many (MOST), evenly spaced."""
+"""Videos with fewer or more frames at one frame per second are sampled to this many (MOST), evenly spaced."""
 KEPT_COLUMNS = ("problem", "question", "prompt", "answer", "solution", "query", "original_question", "original_answer")
 
 
@@ -49,7 +49,7 @@ def build_spliced(
     repeats: Sequence[int] = (1, 4),
     seed: int = 0,
 ) -> Path:
-    """Write spliced videos at one frame a second and the questions about them.
+    """Write spliced videos at one frame per second and the questions about them.
 
     Args:
         path: JSONL file to write; columns of the questions, videos, needle and type.
@@ -109,7 +109,7 @@ class _Clip:
 
 
 def sampled_numbers(total: int, fps: float) -> list[int]:
-    """Frames of a video at one a second; `MOST` evenly spaced ones if that gives fewer than 50 or more than 128.
+    """Frames of a video at one per second; `MOST` evenly spaced ones if that gives fewer than 50 or more than 128.
 
     Source: Hui-design/TSPO src/open_tspo/trainer/utils.py `load_video`.
     """

@@ -6,7 +6,7 @@ answers, without labels of frames. Each question is a group of G draws, and each
     A_i = (R_i - mean R) / (std R + 1e-4)
     loss = -(1/G) sum_i A_i mean_{t in picks_i} exp(l_t - sg(l_t)),    l = log softmax(S / tau)
 
-where R = R_A (is the answer right?) + R_T (share of the picks in the needle, where the row has one; else 1). The
+where R = R_A (is the answer right?) + R_T (fraction of the picks in the needle, where the row has one; else 1). The
 temperature tau falls from 0.025 to 0.01. S is the agent's score (`agent.py`), the draws and other forms of l are in
 `picking.py`, the answerers in `answering.py`. A frozen language model answers greedily, so its ratio is 1; with
 `answerer.train` its sampled tokens are decisions too and both parts of pi_l * pi_ts are trained.
@@ -17,7 +17,7 @@ order of a draw is kept, so that its exact probability exists; a video with fewe
 video are computed once and kept. Defaults: 16 picks with a needle and 8 without, window 12, 8 heads, G 8, AdamW at 5e-4
 with linear decay, from the public train_deepspeed.sh; a step has 16 questions as its 8 GPUs x 2 accumulated batches.
 
-Held-out evaluation of picks: the share of the needle that they hold, and whether the answer is right.
+Held-out evaluation of picks: the fraction of the needle that they hold, and whether the answer is right.
 
 Three strategies are measured on the same questions: the agent, evenly spaced frames, and the frames whose CLIP
 embeddings are most like the question's. Where the needle is known, its own frames are answered from too: no strategy
@@ -80,11 +80,11 @@ FEWEST_COLUMNS = 4
 GROUND, INK, TRACK = (24, 26, 30), (235, 235, 235), (70, 74, 82)
 INSIDE, OUTSIDE = (64, 190, 110), (200, 90, 80)
 SHOWN = 32
-"""Most frames that are shown; of more, evenly spread ones."""
+"""Maximum number of frames to show; if there are more, evenly spaced ones."""
 
 
 def pick_strip(frames: Sequence[Image], picks: Sequence[int], needle: np.ndarray, seconds: Sequence[float]) -> Image:
-    """Draw K picked frames in the order of time.
+    """Draw K picked frames in chronological order.
 
     `picks` are their rising indices among the T candidates, `needle` (T,) is True on frames of the needle, which are
     green on the line and have a green border, `seconds` (T) are the times of the candidates.
@@ -141,7 +141,7 @@ CEILING = "needle"
 
 
 def needle_recall(needle: np.ndarray, picks: Sequence[int]) -> float:
-    """Frames of the needle (T,) bool that were picked, over the most that K picks could hit; NaN without a needle."""
+    """Picked needle frames (T,) bool, divided by the maximum that K picks could hit; NaN without a needle."""
     most = min(int(needle.sum()), len(picks))
     return float(needle[list(picks)].sum()) / most if most else float("nan")
 
@@ -160,7 +160,7 @@ class PickMeasure(Measure[NeedleTask]):
     answerer: Answerer
     evaluation: TspoEvaluationConfig
     count_of: Callable[[NeedleTask], int]
-    """Frames that are picked for a question."""
+    """Number of frames to pick for a question."""
     seed: int
     """Seed of the bootstrap."""
     skip: Callable[[TaskError], None]
@@ -168,11 +168,11 @@ class PickMeasure(Measure[NeedleTask]):
 
     @property
     def batch_size(self) -> int:
-        """Questions that are answered together."""
+        """Number of questions answered together."""
         return self.evaluation.batch_tasks
 
     def run(self, batch: Sequence[Trial[NeedleTask]], start: int) -> list[Row]:
-        """Pick and answer with every strategy; questions whose video cannot be decoded are left out."""
+        """Pick and answer with every strategy; questions whose video cannot be decoded are skipped."""
         usable, features = self.encode([trial.task for trial in batch], allow_none=True)
         index_of = {id(trial.task): trial.index for trial in batch}
         rows = without_unreadable(usable, features, lambda some, own: self._rows(some, own, index_of), self.skip)
@@ -206,7 +206,7 @@ class PickMeasure(Measure[NeedleTask]):
         """Means with intervals; raises RunError if no question was usable."""
         if tasks and not rows:
             self.encode(tasks)  # raises with the cause
-            raise RunError(f"the picked frames of none of {len(tasks)} held-out videos can be read")
+            raise RunError(f"the picked frames could not be read for any of {len(tasks)} held-out videos")
         metrics = {"skipped": float(len(tasks) - len(rows))}
         for name in dict.fromkeys(name for row in rows for name in row["scores"]):
             values = [row["scores"].get(name, [float("nan")]) for row in rows]
@@ -219,7 +219,7 @@ class PickMeasure(Measure[NeedleTask]):
         return Outcome(row["task"].id, {name: values[0] for name, values in row["scores"].items()})
 
     def record(self, row: Row) -> SampleRecord:
-        """The frames that the agent picked, on a time line with the needle."""
+        """The frames that the agent picked, on a timeline with the needle."""
         task, scores = row["task"], {name: values[0] for name, values in row["scores"].items()}
         return SampleRecord(
             id=task.id,
@@ -252,7 +252,7 @@ LOGGER = logging.getLogger("mmrl")
 
 
 class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
-    """Draws frames, has the questions answered from them, and trains the agent; see the module."""
+    """Draws frames, gets the questions answered from them, and trains the agent; see the module."""
 
     config: TspoConfig
 
@@ -290,7 +290,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         self._warn_of_short_videos()
 
     def rollout(self, policy: TspoPolicy, tasks: Sequence[NeedleTask], streams: Streams, step: Step) -> Rollouts:
-        """Draw the frames of G rows for each question and have it answered from them."""
+        """Draw the frames of G rows for each question and get the question answered from them."""
         with stopwatch("encode"):
             usable, features = self.encode(tasks)
         drawn = without_unreadable(
@@ -300,7 +300,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
             self.skipped.note,
         )
         if drawn is None:
-            raise NoUsableTasksError(f"the picked frames of none of {len(tasks)} videos can be read")
+            raise NoUsableTasksError(f"the picked frames could not be read for any of {len(tasks)} videos")
         return drawn
 
     def _draw(
@@ -352,7 +352,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         return streams.noted(self._joined(rollouts, answers).to(policy.device))
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """R_A + R_T with their weights; NaN, and no gradient, for an answer that could not be judged."""
+        """R_A + R_T with their weights; NaN (and no gradient) for an answer that could not be judged."""
         payload = TspoPayload.of(rollouts)
         located = [
             payload.tasks[group].share_in_needle(payload.picks[row][payload.pick_mask[row] > 0].tolist())
@@ -373,7 +373,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         return policy(rollouts, config.picks.logprob, config.answerer.sampler.temperature)  # type: ignore[no-any-return]
 
     def measures(self, policy: TspoPolicy, split: str, step: Step) -> list[PickMeasure]:
-        """Needle recall and accuracy of the agent's best frames, of even ones and of those most like the question."""
+        """Needle recall and accuracy for the agent's best frames, uniform frames, and those most like the question."""
         measure = PickMeasure(
             policy=policy,
             encode=self.encode,
@@ -386,7 +386,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         return [measure]
 
     def describe_row(self, rollouts: Rollouts, row: int) -> dict[str, Any]:
-        """A strip of the frames that were picked."""
+        """A strip of the picked frames."""
         payload = TspoPayload.of(rollouts)
         task = payload.tasks[int(rollouts.group[row])]
         picks = sorted(payload.picks[row][payload.pick_mask[row] > 0].tolist())
@@ -433,7 +433,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         return temperature_at(step, self.config.trainer.steps, picks.temperature, picks.final_temperature)
 
     def picks_of(self, task: NeedleTask) -> int:
-        """Frames that are picked for a question."""
+        """Number of frames to pick for a question."""
         return min(self.config.picks.of(task.specific), len(task.video))
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
@@ -442,7 +442,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
 
     @classmethod
     def export(cls, config: TspoConfig, checkpoint: Path, output: Path) -> Exported:
-        """Write the agent alone: a small folder that `load_frame_picker` loads, for any video model."""
+        """Write only the agent: a small folder that `load_frame_picker` loads, for any video model."""
         agent, settings = load_agent(checkpoint / "model")
         save_agent(agent, settings, output)
         return Exported(
@@ -489,8 +489,8 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         short = [task for task in self.train_tasks if len(task.video) <= self.config.picks.of(task.specific)]
         if short:
             LOGGER.warning(
-                "%d of %d training videos have no more candidate frames than picks (%s has %d): all their frames are "
-                "picked and teach nothing; lower picks.count, or raise features.fps",
+                "%d of %d training videos have no more candidate frames than picks (%s has %d), so all their frames "
+                "are picked and nothing can be learned; lower picks.count, or raise features.fps",
                 len(short),
                 len(self.train_tasks),
                 short[0].id,
@@ -502,7 +502,7 @@ def _make_agent(config: TspoConfig, width: int) -> TemporalAgent:
     if config.agent.path:
         agent, _ = load_agent(config.agent.path)
         if agent.width != width:
-            raise UserError(f"the agent in {config.agent.path} has width {agent.width}; the CLIP gives {width}")
+            raise UserError(f"the agent in {config.agent.path} has width {agent.width}, but the CLIP has width {width}")
         return agent
     # a separate stream: loading other models must not change the agent's start
     with torch.random.fork_rng(devices=[]):

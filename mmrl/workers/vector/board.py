@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 ALIGNMENT = 64
-"""Bytes of a cache line, in which no two arrays meet."""
+"""Size of a cache line in bytes; arrays do not share cache lines."""
 PLAIN = ("Box", "Discrete", "MultiDiscrete", "MultiBinary")
 
 
 class Board:
-    """Shared memory that holds the arrays of a layout; `create` makes it, `open` finds it in another process."""
+    """Shared memory with the arrays of a layout; `create` makes it, `open` finds it in another process."""
 
     def __init__(self, layout: Sequence[Sequence[Any]], descriptor: int, path: str) -> None:
         self.layout: list[tuple[str, str, list[int]]] = [
@@ -43,7 +43,7 @@ class Board:
 
     @classmethod
     def create(cls, layout: Sequence[Sequence[Any]]) -> Board:
-        """Make the memory, filled with zeros; it is freed with the board."""
+        """Create the memory, filled with zeros; it is freed with the board."""
         # In memory and without a name, so that nothing has to be removed after a crash.
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create("mmrl-board")
@@ -65,7 +65,7 @@ class Board:
 
     @classmethod
     def open(cls, path: str, layout: Sequence[Sequence[Any]]) -> Board:
-        """Find the memory that another process made with the same layout."""
+        """Open the memory that another process created with the same layout."""
         descriptor = os.open(path, os.O_RDWR)
         try:
             return cls(layout, descriptor, path)
@@ -87,7 +87,7 @@ def _room(dtype: str, shape: Sequence[int]) -> int:
 
 
 class SpaceError(Exception):
-    """A space whose values have no fixed number of numbers, or a value that is not of its space."""
+    """A space whose values have no fixed size, or a value that is not in its space."""
 
     for_user = True
 
@@ -101,7 +101,7 @@ def describe(space: Any, what: str) -> dict[str, Any]:
         return {"kind": kind, "parts": [[str(key), describe(part, f"{what}/{key}")] for key, part in parts]}
     if not kind:
         raise SpaceError(
-            f"{what} is {space}; shared memory holds {', '.join(PLAIN)} and Dict and Tuple of them. Wrap the "
+            f"{what} is {space}; shared memory supports {', '.join(PLAIN)}, and Dict and Tuple of them. Wrap the "
             "environment so that its values have a fixed size"
         )
     found = {"kind": kind, "shape": list(space.shape), "dtype": np.dtype(space.dtype).str}
@@ -114,14 +114,14 @@ def describe(space: Any, what: str) -> dict[str, Any]:
 
 
 def leaves(tree: Mapping[str, Any], name: str, rows: int) -> list[list[Any]]:
-    """Name, dtype and shape of the arrays that hold `rows` values of a described space."""
+    """Name, dtype and shape of the arrays for `rows` values of a described space."""
     if "parts" in tree:
         return [leaf for key, part in tree["parts"] for leaf in leaves(part, f"{name}/{key}", rows)]
     return [[name, tree["dtype"], [rows, *tree["shape"]]]]
 
 
 def write(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, row: int, value: Any) -> None:
-    """Put one value into a row; raises SpaceError if its shape is not that of the space."""
+    """Write one value to a row; raises SpaceError if its shape does not match the space."""
     if "parts" in tree:
         for place, (key, part) in enumerate(tree["parts"]):
             write(part, arrays, f"{name}/{key}", row, value[key if tree["kind"] == "Dict" else place])
@@ -129,32 +129,32 @@ def write(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, 
     array = arrays[name]
     # Checked here: NumPy would broadcast a value of another shape into the row without a word.
     if np.shape(value) != array.shape[1:]:
-        raise SpaceError(f"{name} has the shape {np.shape(value)}; its space has {array.shape[1:]}")
+        raise SpaceError(f"{name} has shape {np.shape(value)}, but its space has {array.shape[1:]}")
     array[row] = value
 
 
 def write_batch(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, values: Any) -> None:
-    """Put values of all rows into the arrays; raises SpaceError if shape, dtype or a value is wrong."""
+    """Write values of all rows to the arrays; raises SpaceError if shape, dtype or a value is invalid."""
     if "parts" in tree:
         for place, (key, part) in enumerate(tree["parts"]):
             write_batch(part, arrays, f"{name}/{key}", values[key if tree["kind"] == "Dict" else place])
         return
     array, given = arrays[name], np.asarray(values)
     if given.shape != array.shape:
-        raise SpaceError(f"{name} has the shape {given.shape}; expected {array.shape}, a row for each environment")
+        raise SpaceError(f"{name} has shape {given.shape}; expected {array.shape}, one row per environment")
     # Before anything is stepped, so that no environment has moved when the call fails.
     if given.dtype.kind == "f" and not np.isfinite(given).all():
         row = int(np.argwhere(~np.isfinite(given))[0][0])
-        raise SpaceError(f"{name} of environment {row} is not finite; nothing was stepped")
+        raise SpaceError(f"{name} of environment {row} is not finite; no environment was stepped")
     try:
         # float64 to float32 is what everybody passes; float to integer would cut digits off.
         np.copyto(array, given, casting="same_kind")
     except TypeError:
-        raise SpaceError(f"{name} has the dtype {given.dtype}; its space has {array.dtype}") from None
+        raise SpaceError(f"{name} has dtype {given.dtype}, but its space has {array.dtype}") from None
 
 
 def read(tree: Mapping[str, Any], arrays: Mapping[str, np.ndarray], name: str, row: int | None = None) -> Any:
-    """Put arrays together in the form that the space has: a copy of one row, or the arrays themselves when None."""
+    """Combine arrays into the structure of the space: a copy of one row, or the arrays themselves when None."""
     if "parts" in tree:
         parts = [(key, read(part, arrays, f"{name}/{key}", row)) for key, part in tree["parts"]]
         return dict(parts) if tree["kind"] == "Dict" else tuple(value for _, value in parts)

@@ -44,20 +44,20 @@ SERVICE = Path(__file__).resolve().with_name("vector_service.py")
 
 @dataclass(frozen=True)
 class VectorSettings(RowLimits):
-    """Distribution of environments over processes, and limits for those that break."""
+    """Distribution of environments over processes, and limits for environments that break."""
 
     workers: int | None = bounded(None, at_least=1)
-    """Processes; as many as there are usable cores when None, at most one an environment. The environments of a process
-    step one after the other and break together; a process each is `workers=num_envs`."""
+    """Number of processes; None uses the number of usable cores, but at most one per environment. The environments of a
+    process step one after the other and break together; use `workers=num_envs` for one process each."""
     failed_reward: float = bounded(math.nan, any_float=True)
-    """Reward of the step in which an environment broke. It has none, so this is NaN; a training loop that cannot leave
-    such a step out needs a number."""
+    """Reward of the step in which an environment broke. It has no reward, so the default is NaN; a training loop that
+    cannot skip such steps needs a number."""
     step_timeout_s: float = bounded(120.0, above=0)
-    """Seconds for a step of the environments of a process."""
+    """Time limit in seconds for a step of the environments of a process."""
 
 
 class EnvironmentProcesses(RowPool[Any]):
-    """Processes that each have some of N environments; arguments as for `PoolVectorEnv`."""
+    """Processes that each run some of N environments; arguments as for `PoolVectorEnv`."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class EnvironmentProcesses(RowPool[Any]):
         workers = min(settings.workers or usable_cores(), num_envs)
         # Neighbouring environments share a process, so that their rows of the board are a slice.
         self.members = [rows.tolist() for rows in np.array_split(np.arange(num_envs), workers)]
-        """Numbers of the environments of each process."""
+        """Indices of the environments of each process."""
         spec = settings.worker_spec(SERVICE, f"the environment {env}", {})
         super().__init__(env, spec, workers, settings, settings.step_timeout_s)
 
@@ -85,7 +85,7 @@ class EnvironmentProcesses(RowPool[Any]):
         return self._contents("describe", {slot: {} for slot in range(self.size)}, self._start_timeout_s)
 
     def requests(self, kind: str, contents: Mapping[int, Mapping[str, Any]]) -> dict[int, Request]:
-        """Requests by process, each with the setup that a fresh process needs before it can answer."""
+        """Requests by process, each with the setup that a fresh process needs first."""
         requests = {}
         # With every request and not only the first: any process may be a fresh one.
         for slot, content in contents.items():
@@ -100,7 +100,7 @@ class EnvironmentProcesses(RowPool[Any]):
         return requests
 
     def ask_all(self, kind: str, content: Mapping[str, Any], each: Sequence[Any] | None = None) -> list[Any]:
-        """Answers of all environments, in their order; `each` has a value for every environment."""
+        """Replies of all environments, in order; `each` has a value for every environment."""
         contents = {}
         for slot, members in enumerate(self.members):
             contents[slot] = {**content, "values": [each[member] for member in members] if each is not None else []}
@@ -126,7 +126,7 @@ class EnvironmentProcesses(RowPool[Any]):
         try:
             return wire.decode(answer.fields["content"], answer.arrays)
         except Exception as error:
-            raise RunError(f"an environment's worker sent something that cannot be read: {error!r:.200}") from None
+            raise RunError(f"an environment's worker sent something unreadable: {error!r:.200}") from None
 
 
 def row_seeds(seed: int | Sequence[int | None] | None, rows: int) -> list[int | None]:
@@ -137,12 +137,12 @@ def row_seeds(seed: int | Sequence[int | None] | None, rows: int) -> list[int | 
     if isinstance(seed, (int, np.integer)):
         return [int(seed) + row for row in range(rows)]
     if len(seed) != rows:
-        raise UserError(f"seed is a list of {len(seed)}; expected {rows}, one for each environment")
+        raise UserError(f"seed is a list of {len(seed)}; expected {rows}, one per environment")
     return [None if value is None else int(value) for value in seed]
 
 
 def rows_to_reset(options: Mapping[str, Any] | None, rows: int) -> tuple[NDArray[np.bool_], dict[str, Any] | None]:
-    """Take `reset_mask` out of the options of a reset."""
+    """Remove `reset_mask` from the options of a reset."""
     if options is None or "reset_mask" not in options:
         return np.ones(rows, bool), None if options is None else dict(options)
     mask = options["reset_mask"]
@@ -155,7 +155,7 @@ def rows_to_reset(options: Mapping[str, Any] | None, rows: int) -> tuple[NDArray
 
 
 def fresh_seed(seed: int | None, failures: int) -> int | None:
-    """Seed for an environment that has to start again, from its first one and the number of its failures."""
+    """Seed for an environment that has to restart, derived from its first seed and its number of failures."""
     # A hash, so that the new seeds of neighbouring environments do not meet.
     return None if seed is None else int(np.random.SeedSequence([abs(seed), failures]).generate_state(1)[0])
 
@@ -172,21 +172,21 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
     observation, and `infos` has `final_obs` and `final_info`. With `DISABLED` the caller resets, see `reset`.
 
     An environment that breaks (raises, hangs, dies, gives a reward that is not finite or an observation that is NaN)
-    ends its episode with `truncations` True, reward `settings.failed_reward`, its last sound observation, and `failed`
-    and `failure`, the reason, in its info. Where its process is lost, the next episode runs in a fresh one, seeded from
+    ends its episode with `truncations` True, reward `settings.failed_reward`, its last valid observation, and `failed`
+    and `failure`, the reason, in its info. If its process is lost, the next episode runs in a fresh one, seeded from
     the first seed and the number of failures so far.
 
     Args:
         env: id of a registered environment, with a prefix `module:` for the module that registers it, or
             `module:function` or `path/to/file.py:function` that returns an environment.
         num_envs: N.
-        kwargs: keyword arguments of the environment, or a list of them, one an environment; JSON and NumPy arrays.
+        kwargs: keyword arguments of the environment, or a list of them, one per environment; JSON and NumPy arrays.
         autoreset_mode: when the next episode begins.
         settings: processes, time limits and failures.
 
     Raises:
         UserError: there is no such environment, its spaces have no fixed size or differ, or a setting is out of range.
-        RunError: an environment cannot be started; the message holds its traceback.
+        RunError: an environment cannot be started; the message contains its traceback.
     """
 
     closed = True  # until the processes run; `__del__` closes what is not closed
@@ -239,7 +239,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
 
         Raises:
             UserError: seed or mask do not fit, or an environment refuses its options.
-            RunError: an environment does not begin an episode; the message holds its traceback.
+            RunError: an environment does not begin an episode; the message contains its traceback.
         """
         self._check_open()
         # Checked before any environment begins.
@@ -252,7 +252,7 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         return self._look(), self._join(infos)
 
     def step(self, actions: Any) -> Step:
-        """Act for one step in every environment.
+        """Take one step in every environment.
 
         Args:
             actions: value of `action_space`: a row for each environment.
@@ -299,16 +299,16 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         # A list is for each environment, anything else is for all.
         given = list(values) if isinstance(values, (list, tuple)) else [values] * self.num_envs
         if len(given) != self.num_envs:
-            raise UserError(f"{len(given)} values for {self.num_envs} environments")
+            raise UserError(f"there are {len(given)} values for {self.num_envs} environments")
         self._check_open()
         self._envs.ask_all("set", {"name": name}, given)
 
     def processes(self) -> list[int]:
-        """Numbers of the processes that run now."""
+        """Ids of the running processes."""
         return self._envs.processes()
 
     def close_extras(self, **kwargs: Any) -> None:
-        """End all processes; arguments, which are for other vector environments, change nothing."""
+        """End all processes; arguments exist for other vector environments and have no effect."""
         self._envs.close()
 
     def _learn_spaces(self) -> None:
@@ -459,8 +459,8 @@ class PoolVectorEnv(VectorEnv[Any, Any, Any]):
         if self._over.any():
             row = int(np.flatnonzero(self._over)[0])
             raise UserError(
-                f"no episode runs in environment {row}; reset it first, some environments alone with "
-                "options={'reset_mask': (N,) bools}"
+                f"no episode is running in environment {row}; reset it first (to reset only some environments, "
+                "use options={'reset_mask': (N,) bools})"
             )
 
 
@@ -470,7 +470,7 @@ def _common_space(name: str, said: Sequence[Mapping[str, Any]]) -> gymnasium.Spa
     found = [_build_space(tree) for one in said for tree in one[name]]
     for row, space in enumerate(found):
         if space != found[0]:
-            raise UserError(f"environment {row} has the {name} space {space}; environment 0 has {found[0]}")
+            raise UserError(f"environment {row} has the {name} space {space}, but environment 0 has {found[0]}")
     return found[0]
 
 
@@ -500,7 +500,7 @@ def _what_to_make(
     # A list gives each environment its own.
     each = [dict(kwargs or {})] * num_envs if kwargs is None or isinstance(kwargs, Mapping) else [*map(dict, kwargs)]
     if len(each) != num_envs:
-        raise UserError(f"kwargs has {len(each)} entries; expected {num_envs}, one for each environment")
+        raise UserError(f"kwargs has {len(each)} entries; expected {num_envs}, one per environment")
     if names_function(env):
         return env, each
     # An id of Gymnasium goes through `gymnasium.make`.

@@ -1,4 +1,4 @@
-"""A vector environment of Gymnasium as the `VecEnv` of Stable-Baselines3.
+"""A Gymnasium vector environment as a `VecEnv` of Stable-Baselines3.
 
     envs = PoolVectorEnv("CartPole-v1", 8, autoreset_mode="SameStep", settings=VectorSettings(failed_reward=0.0))
     model = PPO("MlpPolicy", VecMonitor(GymnasiumVecEnv(envs)))
@@ -22,18 +22,18 @@ from mmrl.errors import UserError
 try:
     from stable_baselines3.common.vec_env import VecEnv
 except ImportError as error:
-    raise UserError("the bridge to Stable-Baselines3 needs it: pip install stable-baselines3") from error
+    raise UserError("Stable-Baselines3 is not installed: pip install stable-baselines3") from error
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 Indices = int | Iterable[int] | None
 ENDING = ("final_obs", "final_info")
-"""Entries of the infos about the episodes that ended; the others are of those that began."""
+"""Entries of the infos about the episodes that ended; other entries are about the episodes that began."""
 
 
 class GymnasiumVecEnv(VecEnv):
-    """N environments of a `gymnasium.vector.VectorEnv` whose episodes begin in the step that ends the one before.
+    """N environments of a `gymnasium.vector.VectorEnv` in which the step that ends an episode also begins the next one.
 
     Args:
         envs: a `PoolVectorEnv`, `TabletopVectorEnv` or one of Gymnasium's, with the autoreset mode SAME_STEP.
@@ -45,7 +45,7 @@ class GymnasiumVecEnv(VecEnv):
     def __init__(self, envs: VectorEnv[Any, Any, Any]) -> None:
         mode = envs.metadata.get("autoreset_mode")
         if mode is None or AutoresetMode(mode) is not AutoresetMode.SAME_STEP:
-            raise UserError(f"the autoreset mode is {mode}; Stable-Baselines3 needs autoreset_mode='SameStep'")
+            raise UserError(f"the autoreset mode is {mode}; Stable-Baselines3 requires autoreset_mode='SameStep'")
         self.envs = envs
         self._actions: Any = None
         super().__init__(envs.num_envs, envs.single_observation_space, envs.single_action_space)
@@ -54,7 +54,9 @@ class GymnasiumVecEnv(VecEnv):
         """Begin episodes with the seeds and options that were set since the last reset; returns observations."""
         seeds = None if self._seeds[0] is None else [int(seed) for seed in self._seeds]
         if any(options != self._options[0] for options in self._options):
-            raise UserError("the environments have different options; a vector environment takes the same for all")
+            raise UserError(
+                "the environments have different options, but a vector environment takes the same options for all"
+            )
         # Gymnasium's vector environments take a list of seeds, its base class declares one
         observations, infos = self.envs.reset(seed=seeds, options=self._options[0] or None)  # type: ignore[arg-type]
         self.reset_infos = [info_of(infos, row) for row in range(self.num_envs)]
@@ -63,11 +65,11 @@ class GymnasiumVecEnv(VecEnv):
         return observations
 
     def step_async(self, actions: NDArray[Any]) -> None:
-        """Keep the actions for `step_wait`."""
+        """Store the actions for `step_wait`."""
         self._actions = actions
 
     def step_wait(self) -> tuple[Any, NDArray[np.float32], NDArray[np.bool_], list[dict[str, Any]]]:
-        """Act with the kept actions.
+        """Step with the stored actions.
 
         Returns:
             Observations, those of the next episodes where one ended; (N,) rewards; (N,) whether an episode ended; N
@@ -111,9 +113,11 @@ class GymnasiumVecEnv(VecEnv):
         self.envs.set_attr(attr_name, values)  # type: ignore[attr-defined]
 
     def env_method(self, method_name: str, *args: Any, indices: Indices = None, **kwargs: Any) -> list[Any]:
-        """Call a method of all environments; raises UserError if `indices` leaves some out."""
+        """Call a method of all environments; raises UserError if `indices` omits any."""
         if len(set(self._get_indices(indices))) < self.num_envs:
-            raise UserError(f"env_method({method_name!r}) with indices {indices}: only all environments can be called")
+            raise UserError(
+                f"env_method({method_name!r}) with indices {indices}: the method can only be called on all environments"
+            )
         return list(self.envs.call(method_name, *args, **kwargs))  # type: ignore[attr-defined]
 
     def env_is_wrapped(self, wrapper_class: type[Any], indices: Indices = None) -> list[bool]:
@@ -122,7 +126,7 @@ class GymnasiumVecEnv(VecEnv):
 
 
 def info_of(infos: Mapping[str, Any], row: int) -> dict[str, Any]:
-    """The info of one environment from those of a vector environment, whose keys `_name` say which rows have `name`."""
+    """The info of one environment from a vector environment's infos, whose keys `_name` tell which rows have `name`."""
     found = {}
     for key, values in infos.items():
         present = infos.get(f"_{key}")

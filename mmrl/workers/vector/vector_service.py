@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def _load_file(path: Path, name: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, str(path))
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python file")
+        raise ImportError(f"{path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)
@@ -43,13 +43,13 @@ if not TYPE_CHECKING:
 
 
 class InfoError(Exception):
-    """Something in `info` that cannot be sent; the message names it."""
+    """Something in `info` that cannot be sent; the message identifies it."""
 
     for_user = True
 
 
 class VectorService:
-    """Environments in some rows of a board; requests are describe, reset, render, call, set, and step if empty."""
+    """Environments in some rows of a board; requests are describe, reset, render, call, set, or empty for a step."""
 
     def __init__(self) -> None:
         self._envs: list[Any] = []
@@ -67,7 +67,7 @@ class VectorService:
     def answer(
         self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
     ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
-        """Work on a request; its content and its answer are encoded with `mmrl.workers.wire`."""
+        """Process a request; its content and the reply are encoded with `mmrl.workers.wire`."""
         # The actions are in the shared memory already.
         if not fields:
             return self._report([self._step(place) for place in range(len(self._envs))])
@@ -210,11 +210,11 @@ def _what_cannot_be_sent(infos: Sequence[Mapping[str, Any]]) -> str:
             if not _can_be_sent(value):
                 return (
                     f"info[{key!r}] of the environment is a {type(value).__name__} that cannot be sent between "
-                    "processes; take it out with a wrapper. Text, numbers, lists, dicts and arrays can be sent"
+                    "processes; remove it with a wrapper. Text, numbers, lists, dicts and arrays can be sent"
                 )
     return ""
 
 
 def make() -> VectorService:
-    """Make the service of a worker."""
+    """Create the service of a worker."""
     return VectorService()

@@ -349,8 +349,8 @@ class DatasetInfo:
         content = read_json_object(path)
         if content.get("format") != FORMAT or content.get("version") != VERSION:
             raise UserError(
-                f"{path} has format {content.get('format')!r}, version {content.get('version')!r}; this version of "
-                f"the suite reads format {FORMAT!r}, version {VERSION}"
+                f"{path} has format {content.get('format')!r}, version {content.get('version')!r}; this suite reads "
+                f"format {FORMAT!r}, version {VERSION}"
             )
         with named_errors(str(path)):
             shards = {str(name): int(clips) for name, clips in content["shards"].items()}

@@ -184,7 +184,7 @@ class ReachChecks:
         if not problem and self.obstacles.hidden is not None:
             hidden = self.obstacles.hidden(self.clearance.hand_points_m(grasp.T_world_grip)).mean()
             # unseen space is not free space: something may be hidden behind the scene
-            problem = "the hand would reach where nothing is seen" if hidden > HIDDEN_SHARE else ""
+            problem = "the hand would reach if nothing is seen" if hidden > HIDDEN_SHARE else ""
         return problem
 
     def path_problem(self, plan: GraspPlan) -> str:

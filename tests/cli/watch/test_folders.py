@@ -90,6 +90,16 @@ def test_samples_of_a_step(tmp_path):
     assert run.file(video).read_bytes() == b"film"
 
 
+def test_texts_of_samples_are_those_of_the_report(tmp_path):
+    folder = make_run(tmp_path / "run")
+    prompt = "<|im_start|>user\nhow many?<|im_end|>\n<|im_start|>assistant\n"
+    write_samples(folder, 20, "train", [SampleRecord("q", prompt, "7\n\n\n\n\n", "7", [])])
+    (row,) = only(folder).samples(20)["splits"]["train"]
+    assert row["question"] == "how many?"
+    assert row["prompt"] == prompt
+    assert row["response"] == "7\\n×5"
+
+
 def test_only_images_and_videos_of_the_folder_are_served(tmp_path):
     folder = make_run(tmp_path / "run")
     secret = tmp_path / "secret.png"
@@ -201,7 +211,7 @@ def test_the_headline_is_of_the_first_split_and_each_split_has_a_curve(tmp_path,
 
 
 def test_bad_arguments(tmp_path, capsys):
-    with pytest.raises(UserError, match="there is no folder"):
+    with pytest.raises(UserError, match="folder not found"):
         WatchedFolders([tmp_path / "none"])
     assert main(["watch", str(tmp_path), "--once"]) == 2
     assert main(["watch", str(tmp_path), "--port", "70000"]) == 2

@@ -92,5 +92,5 @@ def test_protocols_of_other_evaluations_are_refused(change, tmp_path, tiny_folde
     config.rewards, config.evaluation = [LETTERS], revising_evaluation()
     config.validate()
     config.evaluation = dataclasses.replace(config.evaluation, **change)
-    with pytest.raises(ValueError, match=r"before and after revision|temperature is 0\.5, but nothing reads it"):
+    with pytest.raises(ValueError, match=r"before and after revision|temperature is 0\.5, but it has no effect"):
         config.validate()

@@ -58,7 +58,9 @@ def test_answers_do_not_depend_on_the_other_questions(tmp_path, folder, closing)
 
 def test_budgets_share_the_samples(tmp_path, folder):
     config = hbpo_config(tmp_path, folder, budgets=(1, 2, 3))
-    with pytest.raises(ValueError, match=r"samples_per_task is 4, which is not divisible by the 3 budgets .* use a multiple of 3"):
+    with pytest.raises(
+        ValueError, match=r"samples_per_task is 4, which is not divisible by the 3 budgets .* use a multiple of 3"
+    ):
         config.validate()
     for budgets in ([], [0], [2, 2]):
         with pytest.raises(ConfigError, match="give different numbers of tokens"):

@@ -91,7 +91,7 @@ def test_archives_without_captions_and_missing_files_are_errors(tmp_path):
     np.savez(tmp_path / "images.npz", images=PIXELS)
     with pytest.raises(UserError, match="captions"):
         load_images(ImageDataConfig(path=str(tmp_path / "images.npz")))
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="file not found"):
         load_images(ImageDataConfig(path=str(tmp_path / "gone.npz")))
     with pytest.raises(UserError, match=r"images\.path is not set"):
         load_images(ImageDataConfig())
@@ -108,8 +108,8 @@ CAPTIONS = npy("<U1", (3,), b"a\0\0\0" * 3)
 @pytest.mark.parametrize(
     ("images", "captions", "message"),
     [
-        (npy("|u1", (10**12, 8, 6, 3)), CAPTIONS, "has 0 bytes"),
-        (npy("|u1", (3, 2**40, 2**40, 3)), CAPTIONS, "has 0 bytes"),
+        (npy("|u1", (10**12, 8, 6, 3)), CAPTIONS, "contains 0 bytes"),
+        (npy("|u1", (3, 2**40, 2**40, 3)), CAPTIONS, "contains 0 bytes"),
         (npy("|O", (3,)), CAPTIONS, "object"),
         (npy("<f4", (3, 1, 1, 3), bytes(36)), CAPTIONS, "must be uint8"),
         (npy("|u1", (), b"\0"), CAPTIONS, "must be uint8"),

@@ -54,7 +54,7 @@ def test_limit_counts_good_prompts(tmp_path):
     assert found.skipped == {"empty": 1}
 
 
-UNUSABLE = r"prompts\.txt(: no usable row is left| is empty| cannot be read)"
+UNUSABLE = r"prompts\.txt(: no usable rows| is empty| cannot be read)"
 
 
 @pytest.mark.parametrize(

@@ -75,13 +75,16 @@ def test_blocks_with_adapters_are_counted(folder, caplog):
 @pytest.mark.parametrize(
     ("options", "culprit"),
     [
-        ({"frames": 5}, "frames=5, but StableDiffusion3Pipeline draws images"),
+        ({"frames": 5}, "frames=5, but StableDiffusion3Pipeline generates images"),
         ({"height": 20}, "height=20 must be a positive multiple of 8 pixels; the nearest are 16 and 24"),
         ({"width": 4}, "width=4 must be a positive multiple of 8 pixels; the smallest is 8"),
         ({"family_options": {"shift": 3}}, "shift"),
-        ({"family_options": {"max_sequence_length": 3}}, "which is model.max_sequence_length"),
+        ({"family_options": {"max_sequence_length": 3}}, "set model.max_sequence_length instead"),
         ({"networks": ["unet"]}, r"model.networks contains unknown networks \['unet'\]; .* has transformer"),
-        ({"family": f"{__name__}:Lacking"}, r"names \['to_qkv_mlp_proj'\]; a block of the network has: .*attn.to_q"),
+        (
+            {"family": f"{__name__}:Lacking"},
+            r"contains unknown layers \['to_qkv_mlp_proj'\]; a block of the network has: .*attn.to_q",
+        ),
     ],
 )
 def test_options_that_do_not_fit_are_named(folder, options, culprit):

@@ -104,7 +104,7 @@ def test_stacked_draws_equal_one_call_for_each(trained):
     [
         ({"draws": 0}, "draws=0"),
         ({"sigma": torch.rand(2)}, r"sigma has the shape \(2,\); must be \(3,\) or \(3, 4\)"),
-        ({"sigma": torch.tensor([0.1, 0.5, 1.5])}, "runs from 0.1 to 1.5"),
+        ({"sigma": torch.tensor([0.1, 0.5, 1.5])}, "ranges from 0.1 to 1.5"),
         ({"sigma": torch.tensor([0.1, 0.5, float("nan")])}, "between 0 and 1"),
     ],
 )

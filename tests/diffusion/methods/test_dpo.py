@@ -162,7 +162,7 @@ def test_pairs_with_equal_sides_are_an_error_or_counted(tmp_path):
     assert loaded.skipped == {"equal_sides": 1}
     assert [pair.caption for pair in loaded.tasks] == ["a red circle", "a green triangle"]
     write_pairs(path, ["a red circle"], images[:1], images[:1])
-    with pytest.raises(UserError, match=r"no usable row is left \(skipped: 1 equal_sides\)"):
+    with pytest.raises(UserError, match=r"no usable rows \(skipped: 1 equal_sides\)"):
         load_pairs(ImagePairConfig(path=str(path), on_bad_row="skip"))
 
 
@@ -232,11 +232,11 @@ def test_damaged_packed_files_are_refused(tmp_path):
     [
         (lambda config: setattr(config.timesteps, "share_times", "image"), "same time with the same noise"),
         (lambda config: setattr(config.timesteps, "share_noise", False), "same time with the same noise"),
-        (lambda config: setattr(config.evaluation.sampler, "guidance", 4.5), "without guidance"),
+        (lambda config: setattr(config.evaluation.sampler, "guidance", 4.5), "uses no guidance"),
         (lambda config: setattr(config.evaluation.sampler, "window", 2), r"evaluation\.sampler\.window is 2"),
         (lambda config: setattr(config.trainer, "micro_batch", 1), "at least 2"),
         (lambda config: setattr(config.filter, "kind", "fifa"), "set both or neither"),
-        (lambda config: setattr(config.objective, "preset", "awm"), "no preference objective 'awm'"),
+        (lambda config: setattr(config.objective, "preset", "awm"), "unknown preference objective 'awm'"),
     ],
 )
 def test_contradictions_are_refused_before_a_model_is_loaded(tmp_path, change, message):

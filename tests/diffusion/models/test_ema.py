@@ -140,7 +140,7 @@ def test_state_goes_to_another_shadow_and_back():
 
 @pytest.mark.parametrize("state", [{}, {"trained": torch.zeros(2)}, {"trained": torch.zeros(3), "more": torch.ones(1)}])
 def test_state_of_another_policy_is_refused(state):
-    with pytest.raises(UserError, match=r"another policy; (trained|more)"):
+    with pytest.raises(UserError, match=r"a different policy; (trained|more)"):
         EMAWeights(Policy()).load_state_dict(state)
 
 

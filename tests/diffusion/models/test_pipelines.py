@@ -109,7 +109,7 @@ def test_damaged_and_incomplete_files_are_refused_in_one_line(copied):
     (copied / "model_index.json").write_text("{")
     assert "not valid JSON" in message(copied)
     (copied / "model_index.json").write_text("[]")
-    assert "holds a list" in message(copied)
+    assert "contains a list" in message(copied)
 
 
 def test_an_autoencoder_that_is_no_number_is_named(copied):
@@ -117,14 +117,14 @@ def test_an_autoencoder_that_is_no_number_is_named(copied):
     state = load_file(file)
     state["decoder.conv_in.bias"][0] = float("nan")
     save_file(state, file, metadata={"format": "pt"})
-    assert f"decoder.conv_in.bias in vae in {copied} has entries that are NaN or infinite" in message(copied)
+    assert f"decoder.conv_in.bias in vae in {copied} contains NaN or infinite entries" in message(copied)
 
 
 def test_missing_folder_and_folder_of_something_else(tmp_path):
     assert "not found; pass a folder with" in message(tmp_path / "nothing")
     assert "not found; pass a folder with" in message("no-such-thing")
     (tmp_path / "config.json").write_text("{}")
-    assert "holds config.json" in message(tmp_path)
+    assert "contains config.json" in message(tmp_path)
 
 
 def test_hub_id_that_cannot_be_fetched(monkeypatch):

@@ -141,7 +141,7 @@ def test_weights_that_do_not_fit_are_refused_and_change_nothing(folder, flux_fol
         refused(tmp_path / name, name)
     load_policy(config_of(folder, targets=["to_q"])).save_pretrained(tmp_path / "targets")
     refused(tmp_path / "targets", "they differ in")
-    refused(tmp_path / "nothing", "no base.json")
+    refused(tmp_path / "nothing", "base.json not found")
     policy.save_pretrained(tmp_path / "own")
     file = tmp_path / "own/pytorch_lora_weights.safetensors"
     state = load_file(file)

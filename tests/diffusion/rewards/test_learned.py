@@ -112,7 +112,7 @@ def test_aesthetic_is_the_linear_network_on_unit_features(clip, tmp_path, suffix
 
 def test_a_head_that_does_not_fit_is_named(clip, tmp_path):
     save_file({"layers.0.weight": torch.zeros(1, 768), "layers.0.bias": torch.zeros(1)}, tmp_path / "h.safetensors")
-    with pytest.raises(UserError, match=f"reads 768 features, .* has {PROJECTION}"):
+    with pytest.raises(UserError, match=f"takes 768 features, .* has {PROJECTION}"):
         aesthetic([""], pictures(1), path=clip[0], head=str(tmp_path / "h.safetensors"))
 
 

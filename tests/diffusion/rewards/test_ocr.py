@@ -189,7 +189,7 @@ def test_what_the_program_reads_is_scored(program):
 
 
 def test_failures_are_errors_and_not_zeros(program):
-    with pytest.raises(RuntimeError, match="ended with 1: no language data"):
+    with pytest.raises(RuntimeError, match="exited with code 1: no language data"):
         ocr(['a sign "OPEN"'], [BLANK], program=program("fail"))
     with pytest.raises(TimeoutError, match=r"longer than 0\.5 s"):
         ocr(['a sign "OPEN"'], [BLANK], program=program("sleep"), timeout_s=0.5)

@@ -46,13 +46,13 @@ def test_last_score_counts(answer, score):
         ("Final Score: 9", "9.0; must be between 0 and 5"),
         ("Final Score: -1", "must be between"),
         ((500, "out of memory"), "HTTP Error 500"),
-        ((200, "<html>"), "not answer as a chat endpoint does: JSONDecodeError"),
-        ((200, '{"choices": []}'), "not answer as a chat endpoint does: IndexError"),
-        ((200, "[]"), "not answer as a chat endpoint does: TypeError"),
-        ((200, '{"choices": [{"finish_reason": "length", "message": {"content": null}}]}'), "used all of max_tokens"),
+        ((200, "<html>"), "not answer like a chat endpoint: JSONDecodeError"),
+        ((200, '{"choices": []}'), "not answer like a chat endpoint: IndexError"),
+        ((200, "[]"), "not answer like a chat endpoint: TypeError"),
+        ((200, '{"choices": [{"finish_reason": "length", "message": {"content": null}}]}'), "used up max_tokens"),
         (
             (200, '{"choices": [{"finish_reason": "length", "message": {"content": " "}}]}'),
-            "as models that think may; raise it",
+            "as reasoning models may; increase it",
         ),
     ],
 )
@@ -109,7 +109,7 @@ def test_a_server_that_drips_bytes_is_cut_off_after_the_one_limit(chat_server, h
         unified_reward(["a cat"], pictures(1), url=url, timeout_s=1.0)
     assert time.monotonic() - started < 30.0, "it would drip for a minute"
     if head:
-        assert "no whole answer within 1 s" in str(raised.value)
+        assert "did not complete an answer within 1 s" in str(raised.value)
 
 
 def test_an_endless_answer_is_refused(chat_server):

@@ -88,7 +88,7 @@ def test_decisions_clipped_before_the_first_step_are_warned_of(tmp_path, caplog)
     assert trainer.log.warnings.said == {}
     trainer.recipe.process.draw = rounded
     trainer.train_step()
-    assert "before the policy had moved" in trainer.log.warnings.said["clipped_at_start"]
+    assert "before the policy had changed" in trainer.log.warnings.said["clipped_at_start"]
 
 
 def test_ratio_is_one_bit_for_bit_on_bfloat16_weights_where_the_batch_is_the_same(tmp_path):

@@ -29,7 +29,7 @@ def test_train_and_held_out_captions_are_a_partition(tmp_path):
     assert not set(parts["train"]) & set(parts["held_out"])
     assert sorted(parts["train"] + parts["held_out"]) == sorted(parts["all"])
     assert len(parts["held_out"]) == pytest.approx(0.2 * len(parts["all"]), rel=0.2)
-    with pytest.raises(UserError, match="there are: train, held_out, all"):
+    with pytest.raises(UserError, match="must be one of train, held_out, all"):
         building.build_prompts(str(tmp_path / "x.jsonl"), part="test")
 
 

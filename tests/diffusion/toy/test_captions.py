@@ -78,12 +78,12 @@ def test_prompt_file_has_one_json_line_for_each_scene(tmp_path):
 @pytest.mark.parametrize(
     ("attempt", "culprit"),
     [
-        (lambda: ShapeGroup("pink", "circle"), "'pink' is none of red, green, blue, yellow"),
-        (lambda: ShapeGroup("red", "star"), "'star' is none of circle"),
+        (lambda: ShapeGroup("pink", "circle"), "'pink' is not one of red, green, blue, yellow"),
+        (lambda: ShapeGroup("red", "star"), "'star' is not one of circle"),
         (lambda: ShapeGroup("red", "circle", 4), "count 4"),
         (lambda: Scene((RED_CIRCLE, RED_CIRCLE)), "different shapes"),
         (lambda: Scene(()), "one group, or two"),
-        (lambda: Scene((RED_CIRCLE, BLUE_SQUARE), "near"), "'near' is none of left of"),
+        (lambda: Scene((RED_CIRCLE, BLUE_SQUARE), "near"), "'near' is not one of left of"),
         (lambda: Scene((RED_CIRCLE,), "above"), "two single objects"),
         (lambda: parse_caption("a red dog"), "cannot read 'a red dog'"),
         (lambda: parse_caption("a red circles"), "cannot read 'a red circles'"),

@@ -208,7 +208,7 @@ def test_a_run_folder_stands_for_its_best_checkpoint(tmp_path, models):
 
 
 def test_the_question_of_a_run_is_taken_from_its_configuration(tmp_path):
-    with pytest.raises(UserError, match=r"has no config\.yaml"):
+    with pytest.raises(UserError, match=r"contains no config\.yaml"):
         BenchmarkPrompt("run").resolved(str(tmp_path))
     (tmp_path / "config.yaml").write_text("recipe: sft\n")
     with pytest.raises(UserError, match="no 'grounding' section"):
@@ -228,7 +228,7 @@ def test_training_is_refused_before_anything_is_loaded(capsys):
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("prompt.user='{instruction} {x}'", "it may use height, instruction, width"),
+        ("prompt.user='{instruction} {x}'", "it may only use height, instruction, width"),
         ("prompt.preset=nope", "allowed: points"),
         ("evaluation.parser=loose", "allowed: reference, robust"),
         ("eval_data.screenspot_v2.benchmark=screenspot3", "did you mean"),

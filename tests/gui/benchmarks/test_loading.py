@@ -147,7 +147,10 @@ def test_a_malformed_row_is_an_error_that_names_it(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("screenspot", "contains none of its annotation files; expected screenspot_mobile"), ("nope", "unknown benchmark")],
+    [
+        ("screenspot", "contains none of its annotation files; expected screenspot_mobile"),
+        ("nope", "unknown benchmark"),
+    ],
 )
 def test_a_wrong_folder_or_name_says_what_exists(name, words, tmp_path):
     with pytest.raises(UserError, match=words):

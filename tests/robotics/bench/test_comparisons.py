@@ -49,7 +49,7 @@ def test_the_parts_are_measured_alone(name):
 
 
 def test_what_does_not_exist_is_refused():
-    with pytest.raises(UserError, match="there are: images-64, images-128"):
+    with pytest.raises(UserError, match="available: images-64, images-128"):
         sim.compare(BenchOptions(only=["images"]))
     with pytest.raises(UserError, match="compare with mujoco, and only with it"):
         sim.compare(BenchOptions(against="trl"))

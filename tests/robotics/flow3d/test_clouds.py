@@ -236,7 +236,7 @@ def test_the_page_of_a_flow_needs_no_network(tmp_path):
 def test_missing_open3d_is_named_with_the_extra(monkeypatch):
     monkeypatch.setattr("mmrl.errors.find_spec", lambda name: None)
     with pytest.raises(
-        UserError, match=r"normals needs open3d, not installed here: pip install 'mmrl-suite\[flow3d\]'"
+        UserError, match=r"normals needs open3d, which is not installed: pip install 'mmrl-suite\[flow3d\]'"
     ):
         load_open3d("normals")
 

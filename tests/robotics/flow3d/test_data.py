@@ -149,7 +149,7 @@ def test_a_journal_is_read_up_to_where_it_breaks_off(tmp_path):
         writer.add(a_clip(seed))
     (journal,) = (tmp_path / "clips/data").glob(".*.journal")
     journal.write_bytes(journal.read_bytes()[:-100])
-    with pytest.raises(UserError, match=r"another writer holds .*clips; finish it first"):
+    with pytest.raises(UserError, match=r"another writer is using .*clips; finish it first"):
         FlowWriter(tmp_path / "clips", num_frames=3, grid=2)
     del writer  # killed
     FlowWriter(tmp_path / "clips", num_frames=3, grid=2)
@@ -277,14 +277,14 @@ def test_clips_and_folders_that_do_not_fit_are_refused(folder, tmp_path):
     (tmp_path / "other/notes.txt").write_text("mine")
     with pytest.raises(UserError, match="is not empty"):
         FlowWriter(tmp_path / "other", num_frames=3, grid=2)
-    with pytest.raises(UserError, match="no file"):
+    with pytest.raises(UserError, match="file not found"):
         FlowReader(tmp_path / "other")
 
 
 def test_another_version_is_refused(folder):
     info = json.loads((folder / "info.json").read_text())
     (folder / "info.json").write_text(json.dumps(info | {"version": 2}))
-    with pytest.raises(UserError, match=r"version 2; this reads .* version 1"):
+    with pytest.raises(UserError, match=r"version 2; this suite reads .* version 1"):
         FlowReader(folder)
 
 

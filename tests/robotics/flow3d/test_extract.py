@@ -224,7 +224,7 @@ def test_a_folder_of_frames(video, tmp_path):
     with pytest.raises(UserError, match="depth_unit_m"):
         read_rgbd_folder(write_folder(tmp_path / "b", video, depth_unit_m=None))
     (tmp_path / "cup/depth/000003.png").unlink()
-    with pytest.raises(UserError, match="4 colour frames and 3 of depth"):
+    with pytest.raises(UserError, match="4 colour frames and 3 depth frames"):
         read_rgbd_folder(tmp_path / "cup")
     (tmp_path / "cup/rgb/000003.png").unlink()
     (tmp_path / "cup/depth/000001.png").write_bytes(b"no image")

@@ -71,7 +71,7 @@ def test_damaged_folders_are_named_with_their_fault(tmp_path):
         read_rgbd_folder(small_folder(tmp_path / "unit", metres.astype(np.uint16)))
     with pytest.raises(UserError, match="must be 16-bit integers"):
         read_rgbd_folder(small_folder(tmp_path / "bits", metres.astype(np.uint8), unit=0.01))
-    with pytest.raises(UserError, match="5 colour frames and 4 of depth"):
+    with pytest.raises(UserError, match="5 colour frames and 4 depth frames"):
         read_rgbd_folder(small_folder(tmp_path / "short", metres[:4]))
     folder = small_folder(tmp_path / "both", metres)
     (folder / "rgb").mkdir()
@@ -145,9 +145,9 @@ def test_episodes_of_a_lerobot_dataset(tmp_path):
     assert LeRobotVideos(folder, camera="front", depth=None, K=K)[0].depth_m is None
     with pytest.raises(RejectedVideo, match=r"no_intrinsics.*pass K"):
         LeRobotVideos(folder, camera="front", depth="depth_m", K=None)
-    with pytest.raises(UserError, match=r"no camera 'back'.*front"):
+    with pytest.raises(UserError, match=r"unknown camera 'back'.*front"):
         LeRobotVideos(folder, camera="back", depth="depth_m", K=K)
-    with pytest.raises(UserError, match=r"no depth 'far'.*depth_m"):
+    with pytest.raises(UserError, match=r"unknown depth camera 'far'.*depth_m"):
         LeRobotVideos(folder, camera="front", depth="far", K=K)
     info = folder / "meta/info.json"
     right = info.read_text()
@@ -155,7 +155,7 @@ def test_episodes_of_a_lerobot_dataset(tmp_path):
     with pytest.raises(UserError, match="stored as 8-bit video"):
         LeRobotVideos(folder, camera="front", depth="front_depth", K=K)
     info.write_text(right)
-    with pytest.raises(UserError, match="none of 2 videos gives a clip"):
+    with pytest.raises(UserError, match="none of the 2 videos gives a clip"):
         build_from_lerobot(str(tmp_path / "out"), dataset=str(folder), camera="front", depth="depth_m", K=K)
     assert not (tmp_path / "out").exists()
 
@@ -182,7 +182,7 @@ def test_a_data_set_of_folders_with_reasons_images_and_card(video, tmp_path):
     assert {"visible", "moved_m", "rigid_rmse_m", "lost_frames"} <= set(clip.quality)
     assert "quality of the extraction" in (out / "README.md").read_text()
     assert np.asarray(Image.open(out / "strips/001.png")).std() > 10
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         build_from_folder(str(out), videos=str(source))
     with pytest.raises(UserError, match=r"no folder in .* contains a camera\.json"):
         build_from_folder(str(tmp_path / "none"), videos=str(tmp_path / "clips"))
@@ -264,5 +264,5 @@ def test_clips_of_the_scenes_by_either_backend(backend, tmp_path, name):
     (clip,) = FlowReader(out)
     assert clip.source == "simulator/panda/place_red"
     assert clip.quality["moved_m"] > 0.02
-    with pytest.raises(UserError, match="there are offline, simulator"):
+    with pytest.raises(UserError, match="available: offline, simulator"):
         build_from_scenes(str(tmp_path / "no"), backend="magic")

@@ -32,7 +32,7 @@ def test_the_focal_length_of_the_public_code():
 
 @pytest.mark.parametrize("angles", [{}, {"fov_x_rad": 1.0, "fov_y_rad": 1.0}, {"fov_y_rad": 3.2}])
 def test_intrinsics_need_one_angle(angles):
-    with pytest.raises(UserError, match="give one of them"):
+    with pytest.raises(UserError, match="pass exactly one of them"):
         intrinsics((64, 48), **angles)
 
 

@@ -351,7 +351,7 @@ def test_settings_are_checked_before_anything_is_built():
         planner(StraightModel(GOAL), config=PlannerConfig(samples=0))
     with pytest.raises(ConfigError, match=r"planner\.execution\.chunk is 0"):
         planner(StraightModel(GOAL), config=PlannerConfig(execution=ExecutionSettings(chunk=0)))
-    with pytest.raises(UserError, match="'suction'; there are primitive, antipodal"):
+    with pytest.raises(UserError, match="'suction'; available: primitive, antipodal"):
         planner(StraightModel(GOAL), grasps=("suction",))
     with pytest.raises(UserError, match="flow is a str"):
         planner("flow")

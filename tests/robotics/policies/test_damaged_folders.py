@@ -71,7 +71,7 @@ def test_weights_that_are_no_numbers_are_named(folder, value):
     name = next(key for key in weights if key.endswith("weight"))
     weights[name].view(-1)[-1] = value
     save_file(weights, folder / "model.safetensors")
-    assert f"{name} in {folder / 'model.safetensors'} has entries that are NaN or infinite" in refused(
+    assert f"{name} in {folder / 'model.safetensors'} contains NaN or infinite entries" in refused(
         lambda: open_policy(folder)
     )
 

@@ -97,7 +97,7 @@ def wrong(act=None, log_probs=None):
     ("answer", "message"),
     [
         (torch.zeros(B, D), "returned Tensor; expected two tensors"),
-        ((torch.zeros(B, D),), "returned 1 things; expected two tensors"),
+        ((torch.zeros(B, D),), "returned 1 values; expected two tensors"),
         ((torch.zeros(B, D + 1), torch.zeros(B)), r"shape \(3, 3\); expected \(3, 2\), with chunk=1 and action_size=2"),
         ((torch.zeros(B, D), torch.zeros(B, D)), r"logp of the shape \(3, 2\); expected \(3, 1\) or \(3,\)"),
     ],

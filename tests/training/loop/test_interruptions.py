@@ -95,7 +95,7 @@ def test_killed_run_resumes_and_nothing_is_lost_or_written_twice(config, place, 
     whole = run(config, "whole")
     killed = config.parent / "killed"
     run_and_kill(config, "killed", place, count)
-    with pytest.raises(UserError, match="already holds a run"):
+    with pytest.raises(UserError, match="already contains a run"):
         run(config, "killed")
     run(config, "killed", resume=True)
     assert differences(whole, killed) == []
@@ -122,7 +122,7 @@ def test_results_without_a_checkpoint_are_moved_aside_never_cut(config, caplog):
     (aside,) = (folder / "earlier").iterdir()
     assert {name: (aside / name).read_bytes() for name in before} == before
     assert (aside / "samples/step-000001/train.jsonl").is_file()
-    assert f"starts again from the beginning; what it had written is kept in {aside}" in caplog.text
+    assert f"restarts from the beginning; its files were moved to {aside}" in caplog.text
     assert [row["step"] for row in lines(folder / "metrics.jsonl")] == [1, 2]
 
 
@@ -197,10 +197,10 @@ def test_signal_ends_the_run_after_the_step_with_a_checkpoint(config, signum):
     code, _, errors = process.wait()
     assert code == 128 + signum
     first, last = errors.splitlines()
-    assert f"{signum.name}: stopping when this step is done" in first
+    assert f"{signum.name}: stopping after this step" in first
     (checkpoint,) = (config.parent / "stopped/checkpoints").iterdir()
     step = int(checkpoint.name.removeprefix("step-"))
-    assert f"stopped after step {step} of 300; the newest checkpoint is that of step {step}; continue with: " in last
+    assert f"stopped after step {step} of 300; the newest checkpoint is from step {step}; continue with: " in last
     assert last.endswith("--resume")
     assert len(lines(config.parent / "stopped/metrics.jsonl")) == step
     steps = f"trainer.steps={step + 6}"  # as many as there are would take long
@@ -316,7 +316,7 @@ def test_second_ctrl_c_ends_at_once_without_a_traceback(config):
     code, _, errors = process.wait()
     assert code == 130
     assert "Traceback" not in errors
-    assert errors.splitlines()[-1] == "mmrl: stopped at once"
+    assert errors.splitlines()[-1] == "mmrl: stopped immediately"
     run(config, "run", resume=True)
 
 
@@ -354,7 +354,7 @@ def test_damaged_checkpoint_is_refused_and_the_last_good_one_taken_on_request(co
     data[-400] ^= 1
     weights.write_bytes(data)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"weights\.pt is not what was written.*step 3 is whole: add --from-last-good"):
+    with pytest.raises(UserError, match=r"weights\.pt has changed.*step 3 is whole: add --from-last-good"):
         run(config, "run", "seed=0", "trainer.steps=9", resume=True)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     run(config, "run", resume=True, from_last_good=True)
@@ -369,7 +369,7 @@ def test_refused_resume_leaves_the_configuration(config, monkeypatch):
     folder = run(config, "run")
     text = (folder / "config.yaml").read_text()
     monkeypatch.setattr(ToyRecipe, "data_digest", lambda self: "other")
-    with pytest.raises(UserError, match="made with other training tasks: as many"):
+    with pytest.raises(UserError, match="made with different training tasks: their number"):
         run(config, "run", "trainer.steps=9", resume=True)
     assert (folder / "config.yaml").read_text() == text
 
@@ -384,6 +384,6 @@ def test_state_that_does_not_fit_the_configuration_is_one_line(config, monkeypat
         self.policy = ToyPolicy(5)
 
     monkeypatch.setattr(ToyRecipe, "__init__", another)
-    with pytest.raises(UserError, match="does not fit this configuration: RuntimeError") as refused:
+    with pytest.raises(UserError, match="does not match this configuration: RuntimeError") as refused:
         run(config, "run", "trainer.steps=9", resume=True)
     assert "\n" not in str(refused.value)

@@ -183,7 +183,7 @@ def test_run_killed_before_its_first_checkpoint_resumes_from_the_beginning(make_
     (tmp_path / "killed/checkpoints/.partial-step-000004").mkdir(parents=True)
     resumed = make_trainer("killed")
     resumed.resume()
-    assert "starts again from the beginning" in caplog.text
+    assert "restarts from the beginning" in caplog.text
     result = resumed.run()
     assert all(torch.equal(a, b) for a, b in zip(weights(whole), weights(resumed), strict=True))
     assert result["samples"] == 4 * 12

@@ -125,7 +125,7 @@ def test_float16_weights_are_not_trained(make_trainer):
             super().__init__(config)
             self.policy.to(torch.float16)
 
-    with pytest.raises(UserError, match="to be trained are float16, in which their gradients cannot be unscaled"):
+    with pytest.raises(UserError, match="to be trained are float16, for which gradients cannot be unscaled"):
         make_trainer(recipe=Half, mixed_precision="fp16")
 
 

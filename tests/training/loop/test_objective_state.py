@@ -178,5 +178,5 @@ def test_without_a_state_every_call_is_a_first_step():
 
 
 def test_a_recipe_whose_tasks_lack_the_category_is_refused(make_trainer):
-    with pytest.raises(UserError, match=r"objective\.order\.field: There is no field of the training tasks 'category'"):
+    with pytest.raises(UserError, match=r"objective\.order\.field: unknown field of the training tasks 'category'"):
         make_trainer(preset="sec")

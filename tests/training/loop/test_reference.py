@@ -129,7 +129,7 @@ def test_a_start_that_has_changed_is_refused_before_anything_else_changes(make_t
     stopped.save()
     other = from_folder(make_trainer, tmp_path, "stopped", recipe=TowerRecipe)
     before = weights(other)
-    with pytest.raises(UserError, match="no longer gives the model that this run started from and compares with"):
+    with pytest.raises(UserError, match="is no longer the model that this run started from and compares with"):
         other.resume()
     assert all(torch.equal(a, b) for a, b in zip(before, weights(other), strict=True))
 

@@ -220,7 +220,7 @@ def test_resume_with_other_data_is_refused(make_trainer):
     trainer.save()
     other = make_trainer("data")
     other.tasks = other.saver.tasks = TaskStream([1, 2], seed=0)
-    with pytest.raises(UserError, match="made with 6 training tasks, now there are 2"):
+    with pytest.raises(UserError, match="made with 6 training tasks, but now there are 2"):
         other.resume()
 
 

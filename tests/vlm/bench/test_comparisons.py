@@ -124,7 +124,7 @@ def test_a_language_model_is_measured_without_images(folder):
     assert not step["failed"]
     assert set(step["arms"]) == {"40:4 mmrl", "40:4 mmrl bf16"}
     assert "40:4 float32 over bf16 autocast time" in step["ratios"]
-    with pytest.raises(UserError, match="--only papo reads images"):
+    with pytest.raises(UserError, match="--only papo needs images"):
         compare(dataclasses.replace(options, only=["papo"]))
     whole = Bench(BenchOptions(folder=folder, model=model))
     assert [name for name, *_ in whole.steps()] == ["62:24", "288:48"]

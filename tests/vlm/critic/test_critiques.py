@@ -80,7 +80,7 @@ def test_a_judge_adds_a_tenth_of_its_mark(false, tmp_path):
         assert row["chosen"].endswith("number 9")
         assert row["score_rejected"] == 1.0
         assert row["score_chosen"] in (1.5, 1.67)
-    with pytest.raises(UserError, match=r"gave 1 marks for 48 critiques; expected one each"):
+    with pytest.raises(UserError, match=r"returned 1 marks for 48 critiques; expected one per critique"):
         build_pairs(tmp_path / "other.jsonl", judge=f"{here}:too_few", **options)
 
 
@@ -98,7 +98,7 @@ def test_shuffled_scores_lose_the_order_and_fewer_pairs_can_be_kept(false, tmp_p
 def test_empty_critiques_count_where_that_is_wanted(false, tmp_path):
     source = {"path": str(with_critiques(false, lambda row: ["none", "number 9", ""], inserted=[]))}
     options = {"questions": source, "critiques_key": "critiques"}
-    with pytest.raises(UserError, match="no pair is left of 12 answers"):
+    with pytest.raises(UserError, match="none of 12 answers gives a pair"):
         build_pairs(tmp_path / "a.jsonl", **options)
     found = read_jsonl(build_pairs(tmp_path / "b.jsonl", allow_empty=True, **options))
     assert {(row["chosen"], row["rejected"]) for row in found} == {("none", "number 9")}
@@ -125,8 +125,8 @@ def by_length(questions, false_answers, inserted, critiques):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({}, "give either model, which writes the critiques, or critiques_key"),
-        ({"critiques_key": "a", "model": "b"}, "give either model"),
+        ({}, "set either model, which writes the critiques, or critiques_key"),
+        ({"critiques_key": "a", "model": "b"}, "set either model"),
         ({"critiques_key": "missing"}, "column 'missing' is None; expected a list of critiques"),
         ({"critiques_key": "false_answer"}, "expected a list of critiques"),
     ],
@@ -144,9 +144,9 @@ def test_questions_without_the_false_details_are_refused(false, tmp_path):
 @pytest.mark.parametrize(
     ("cells", "message"),
     [
-        ({"answer": "seven"}, "has no number, which the built-in errors replace"),
-        ({"answer": 7}, "column 'answer' is 7; expected the right answer as text"),
-        ({"answer": "7 <image>"}, "column 'answer' holds <image>"),
+        ({"answer": "seven"}, "has no number; the built-in errors only replace numbers"),
+        ({"answer": 7}, "column 'answer' is 7; expected the correct answer as text"),
+        ({"answer": "7 <image>"}, "column 'answer' contains <image>"),
     ],
 )
 def test_bad_answers_stop_the_build_or_are_left_out(false, tmp_path, cells, message):

@@ -49,14 +49,14 @@ def test_errors_of_the_users_own():
 
     altered = insert_errors("The cat is on the left.", np.random.default_rng(0), insert=swap)
     assert altered.errors == ["the cat is on the right"]
-    with pytest.raises(ValueError, match="no error was put into"):
+    with pytest.raises(ValueError, match="no error was inserted into"):
         insert_errors("The cat is up.", np.random.default_rng(0), insert=swap)
 
 
 @pytest.mark.parametrize(
     ("answer", "options", "message"),
     [
-        ("no digits", {}, "has no number, which the built-in errors replace"),
+        ("no digits", {}, "has no number; the built-in errors only replace numbers"),
         ("1", {"least": 3, "most": 2}, "least=3 and most=2"),
         ("1", {"least": -1}, "least=-1"),
         ("1", {"least": 0, "most": 0}, "most at least 1"),
@@ -101,7 +101,7 @@ def test_scores_by_hand():
     assert critique_score("Number 1; number 2", inserted) == 0.33
     assert critique_score("number 1; number 2", inserted, mark=7.5) == 1.08  # 0.333 + 0.75, not the mark cut to 7
     assert critique_score("number 3; number 1", inserted) == 1.0
-    with pytest.raises(ValueError, match="marks are from 0 to 10"):
+    with pytest.raises(ValueError, match="it must be from 0 to 10"):
         critique_score("number 1", inserted, mark=11)
 
 

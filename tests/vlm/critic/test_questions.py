@@ -91,8 +91,8 @@ def spoil(number, **cells):
     ("cells", "message"),
     [
         ({"rejected": "<answer>7</answer>"}, "'chosen' and 'rejected' are the same text"),
-        ({"rejected": None}, "no answer in column 'rejected'"),
-        ({"rejected": "it is <image>"}, "column 'rejected' holds <image>, which marks the place of a file"),
+        ({"rejected": None}, "no response in column 'rejected'"),
+        ({"rejected": "it is <image>"}, "column 'rejected' contains <image>, which is the placeholder of a file"),
     ],
 )
 def test_bad_pairs_are_refused_by_name_or_left_out(tmp_path, cells, message):
@@ -106,11 +106,11 @@ def test_bad_pairs_are_refused_by_name_or_left_out(tmp_path, cells, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"pairs": {}}, "pairs names no path"),
-        ({"pairs": {"path": "x.jsonl", "chosen": "a"}}, "pairs has no option chosen; there are: answer_key"),
+        ({"pairs": {}}, "pairs has no path"),
+        ({"pairs": {"path": "x.jsonl", "chosen": "a"}}, "pairs has no option chosen; available: answer_key"),
         ({"pairs": {"path": "x.jsonl"}, "template": "{{ question }} {{ first }}"}, r"never uses \{\{ second \}\}"),
-        ({"pairs": {"path": "x.jsonl"}, "template": "{{ third }}"}, "'third' is undefined; it may use"),
-        ({"pairs": {"path": "x.jsonl"}}, "no such file"),
+        ({"pairs": {"path": "x.jsonl"}, "template": "{{ third }}"}, "'third' is undefined; it may only use"),
+        ({"pairs": {"path": "x.jsonl"}}, "file not found"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(tmp_path, options, message):

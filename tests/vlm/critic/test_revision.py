@@ -132,7 +132,7 @@ def test_a_missing_reasoner_is_an_error(tmp_path, tiny_folders):
     [
         ("critique_template", "{{ question }}", r"revision.critique_template never uses \{\{ answer \}\}"),
         ("revision_template", "{{ question }}", r"revision.revision_template never uses \{\{ critique \}\}"),
-        ("revision_template", "{{ critique }} {{ answer }}", "it may use {{ critique }}, {{ question }} only"),
+        ("revision_template", "{{ critique }} {{ answer }}", "it may only use {{ critique }}, {{ question }}"),
     ],
 )
 def test_wordings_that_lose_a_part_are_refused(key, text, message):

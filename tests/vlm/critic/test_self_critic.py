@@ -118,7 +118,10 @@ def test_the_evaluation_compares_all_four_on_the_same_answers(tmp_path, tiny_fol
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"splits": ["reading"]}, "evaluation.self_critic.splits names reading; splits of eval_data: heldout"),
+        (
+            {"splits": ["reading"]},
+            "evaluation.self_critic.splits contains unknown splits: reading; splits of eval_data: heldout",
+        ),
         ({"shown": "thought"}, "evaluation.self_critic.shown is 'thought'; allowed: response, answer"),
     ],
 )

@@ -34,5 +34,5 @@ def test_a_question_is_asked_once_for_each_budget():
         "\n\nAnswer the question with 2048 tokens.",
     ]
     assert len(question.messages[0]["content"]) == 1
-    with pytest.raises(UserError, match=r"data\.budgets holds 0"):
+    with pytest.raises(UserError, match=r"data\.budgets contains 0"):
         with_budgets([question], [0])

@@ -176,16 +176,16 @@ def test_a_prompt_that_ends_with_the_assistant_is_a_started_answer_as_in_trl(tmp
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"input_ids": [1, 2], "labels": [1, 2]}, "no column for the question.*columns are input_ids, labels.*tokens"),
+        ({"input_ids": [1, 2], "labels": [1, 2]}, "no question column.*columns are input_ids, labels.*token"),
         ({"prompt": [1, 2, 3]}, "a chat turn needs a role and a content, found 1"),
         ({"prompt": 5}, "the question is a int"),
         ({"prompt": ["a", "b"]}, "a chat turn needs a role and a content, found 'a'"),
-        ({"prompt": json.dumps([USER])}, "a text that spells chat turns in JSON"),
-        ({"prompt": json.dumps([{"from": "human", "value": "q"}])}, "a text that spells chat turns in JSON"),
-        ({"prompt": [{"role": "User", "content": "q"}]}, "the role 'User'; there are: user, assistant, system"),
+        ({"prompt": json.dumps([USER])}, "a string with chat turns in JSON"),
+        ({"prompt": json.dumps([{"from": "human", "value": "q"}])}, "a string with chat turns in JSON"),
+        ({"prompt": [{"role": "User", "content": "q"}]}, "the role 'User'; expected: user, assistant, system"),
         ({"prompt": [{"role": "bot", "content": "q"}]}, "the role 'bot'"),
         ({"prompt": [{"role": "user", "content": None}]}, "needs a role and a content"),
-        ({"messages": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "holds more than text"),
+        ({"messages": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "contains more than text"),
         ({"prompt": "q", "image": [3, 4]}, "an image is 3; expected a PIL image, a path, bytes"),
         ({"prompt": "q", "image": [[0, 0], [0, 0]]}, r"an image is \[0, 0\]"),
     ],
@@ -256,5 +256,5 @@ def test_an_image_object_is_turned_like_its_file(tmp_path):
 
 
 def test_a_broken_prefix_of_an_image_is_named():
-    with pytest.raises(TaskError, match="it is damaged or no image; allowed formats are PNG, JPEG, WEBP, GIF, BMP"):
+    with pytest.raises(TaskError, match="it is damaged or not an image; allowed formats are PNG, JPEG, WEBP, GIF, BMP"):
         open_image(b"\0\0\0\x18ftypheic", "t")

@@ -24,12 +24,15 @@ TOWER = {"hidden_size": 32, "attention_heads": 2, "num_hidden_layers": 1, "num_g
 MLLAMA = {"text_config": SMALL | TOKENS | {"cross_attention_layers": [1]}, "vision_config": TOWER}
 REFUSED = {
     "mllama": (MLLAMA, "MllamaForConditionalGeneration.* it has no get_image_features"),
-    "falcon_h1": (SMALL, "its cache has layers of LinearAttentionAndFullAttentionLayer, whose states are not copied"),
-    "zamba2": ({}, "its cache has layers of LinearAttentionAndFullAttentionLayer"),
-    "florence2": ({}, "it has an encoder and a decoder"),
-    "rwkv": ({}, "its forward pass takes no cache"),
-    "blip-2": ({}, "its forward pass takes no cache"),
-    "kosmos-2.5": ({}, "(takes no mm_encoder_outputs|it has no get_image_features)"),  # by the release of transformers
+    "falcon_h1": (SMALL, "layers of type LinearAttentionAndFullAttentionLayer, whose states cannot be copied"),
+    "zamba2": ({}, "its cache has layers of type LinearAttentionAndFullAttentionLayer"),
+    "florence2": ({}, "it is an encoder-decoder model"),
+    "rwkv": ({}, "its forward pass does not accept a cache"),
+    "blip-2": ({}, "its forward pass does not accept a cache"),
+    "kosmos-2.5": (
+        {},
+        "(does not accept mm_encoder_outputs|it has no get_image_features)",
+    ),  # by the release of transformers
 }
 
 
@@ -59,7 +62,7 @@ def test_a_model_that_keeps_something_outside_of_its_cache_is_found(language_mod
         return own(self, policy, tokens, part, **options) + 1.0
 
     monkeypatch.setattr(type(policy.reader), "advance", forgets)
-    with pytest.raises(UserError, match="models of type qwen3: states behind a cache differ from those of whole rows"):
+    with pytest.raises(UserError, match="models of type qwen3: cached states differ from full-row states"):
         load_policy(ModelConfig(path=str(language_model), attention="eager"))
 
     def fails(self, policy, tokens, part, **options):

@@ -95,5 +95,5 @@ def test_greedy_and_drawn_tokens_are_the_same(folder, policy):
 def test_the_log_says_why_prompts_are_copied(folder, caplog):
     with caplog.at_level(logging.INFO, "mmrl"):
         policy = load_policy(ModelConfig(path=str(folder), attention="eager"))
-    assert "take samples_per_task times the memory: model.attention is eager" in caplog.text
+    assert "takes samples_per_task times the memory: model.attention is eager" in caplog.text
     assert not policy.reader.joins(policy)

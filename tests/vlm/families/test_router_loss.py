@@ -153,7 +153,7 @@ def test_the_gradient_is_that_of_finite_differences():
 
 def test_models_without_experts_are_refused():
     with pytest.raises(
-        UserError, match=r"model\.router_aux_loss_coef is above 0, .* of type qwen3: it is for mixtures"
+        UserError, match=r"model\.router_aux_loss_coef is above 0, .* of type qwen3; it only exists for mixtures"
     ):
         make_policy("qwen3", router_aux_loss_coef=COEF)
 

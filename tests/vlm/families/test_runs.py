@@ -111,7 +111,7 @@ def test_thinking_is_switched_by_the_chat_template(tiny_generic, tmp_path):
 
 def test_a_language_model_reads_no_images(tiny_generic):
     policy = load_policy(ModelConfig(path=str(tiny_generic["qwen3"])))
-    with pytest.raises(TaskError, match="it has 1 images, and the model reads none"):
+    with pytest.raises(TaskError, match="it has 1 images, which the model cannot read"):
         policy.encode(make_task("t", "Sum?", [(56, 56)]))
 
 
@@ -119,12 +119,12 @@ def test_points_in_pixels_need_the_size_that_the_model_sees(tiny_generic):
     policy = load_policy(ModelConfig(path=str(tiny_generic["gemma3"])))
     task = make_task("t", "Where?", [(56, 56)])
     task.image_wh = [(56, 56)]
-    with pytest.raises(UserError, match="whose size this model's processor does not tell"):
+    with pytest.raises(UserError, match="but this model's processor does not report that size"):
         policy.encode(task)
 
 
 def test_options_that_fit_no_such_model(kind, folder):
-    with pytest.raises(UserError, match=r"model\.min_pixels and model\.max_pixels (are areas|bound images)"):
+    with pytest.raises(UserError, match=r"model\.min_pixels and model\.max_pixels (are areas|only apply)"):
         load_policy(ModelConfig(path=str(folder), max_pixels=5000))
 
 
@@ -144,7 +144,7 @@ def test_frames_of_a_video_are_resized_by_the_models_own_processor(tiny_generic)
     first = VlmPayload.of(drawn).response_ids[:, 0]
     assert_equal_up_to_rounding(policy(drawn).logp[:, 0], expected[first])
     for kind in ("gemma3", "qwen3"):
-        with pytest.raises(TaskError, match="it has 1 videos, and the model reads none"):
+        with pytest.raises(TaskError, match="it has 1 videos, which the model cannot read"):
             load_policy(ModelConfig(path=str(tiny_generic[kind]))).encode(task)
 
 

@@ -80,10 +80,10 @@ def test_pictures_and_their_options_are_refused(language_model, tmp_path):
         train(RECIPES["vlm"], config)
     config = text_config(VlmConfig, tmp_path / "video", language_model)
     config.data.video = VideoOptions(fps=1.0)
-    with pytest.raises(UserError, match=r"data\.video is set, but .* reads text alone"):
+    with pytest.raises(UserError, match=r"data\.video is set, but .* only reads text"):
         train(RECIPES["vlm"], config)
     for option, message in (
-        ({"max_pixels": 5000}, "bound images, which a language model does not read"),
+        ({"max_pixels": 5000}, "only apply to models that read images"),
         ({"freeze_vision": True}, "qwen3 has no vision tower"),
     ):
         with pytest.raises(UserError, match=message):

@@ -87,7 +87,7 @@ def test_marginals_are_those_of_one_softmax_and_the_noisy_form_adds_the_noise():
     torch.testing.assert_close(pick_logprobs("noisy_product", LOGITS[None], picks, mask, noise), noisy)
     with pytest.raises(ValueError, match="needs the noise"):
         pick_logprobs("noisy_product", LOGITS[None], picks, mask)
-    with pytest.raises(ValueError, match="there are: mean_marginal"):
+    with pytest.raises(ValueError, match="available: mean_marginal"):
         pick_logprobs("mean", LOGITS[None], picks, mask)
 
 

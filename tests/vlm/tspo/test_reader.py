@@ -100,9 +100,9 @@ def test_picked_frames_that_cannot_be_read_cost_their_question_alone(tmp_path, m
     assert recipe.skipped == {"unreadable_video": 1}
     assert recipe.evaluate(recipe.policy, "heldout", Accelerator(cpu=True), Step()).metrics["skipped"] == 1
     broken |= {task.video.index.path for task in recipe.train_tasks}
-    with pytest.raises(NoUsableTasksError, match="picked frames of none of 2"):
+    with pytest.raises(NoUsableTasksError, match="picked frames could not be read for any of 2"):
         drawn(recipe)
-    with pytest.raises(RunError, match="picked frames of none"):
+    with pytest.raises(RunError, match="picked frames could not be read"):
         recipe.evaluate(recipe.policy, "heldout", Accelerator(cpu=True), Step())
 
 
@@ -157,5 +157,5 @@ def test_a_trained_reader_has_its_own_learning_rate(tmp_path, model):
 def test_a_frozen_reader_has_no_learning_rate(tmp_path, model):
     config = reading_config(tmp_path, model, train=False)
     config.answerer.learning_rate = 1e-6
-    with pytest.raises(UserError, match=r"learning_rate is .*, but nothing reads it while .*train is False"):
+    with pytest.raises(UserError, match=r"learning_rate is .*, but it has no effect while .*train is False"):
         check_config(config.answerer)

@@ -127,10 +127,10 @@ def test_the_exported_agent_picks_frames_of_a_file(tmp_path):
     assert frames.numbers == sorted(frames.numbers)
     assert frames.seconds == [float(number) for number in frames.numbers]
     assert len(picker.pick(video, "What?", method="bin-max").numbers) == 6
-    with pytest.raises(UserError, match="there are: topk, bin-max"):
+    with pytest.raises(UserError, match="available: topk, bin-max"):
         picker.pick(video, "What?", method="best")
     (tmp_path / "agent/agent.safetensors").write_bytes(b"x")
-    with pytest.raises(UserError, match="does not hold this agent's weights"):
+    with pytest.raises(UserError, match="does not contain this agent's weights"):
         load_frame_picker(tmp_path / "agent")
 
 
@@ -155,7 +155,7 @@ def test_the_strip_marks_needle_and_picks():
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("picks", PickConfig(final_temperature=0.1), "the temperature falls"),
+        ("picks", PickConfig(final_temperature=0.1), "the temperature must decrease"),
         ("accuracy_weight", -1.0, "accuracy_weight is -1"),
         ("picks", PickConfig(logprob="sum"), "allowed: mean_marginal"),
         ("picks", PickConfig(count=0), "at least 1"),
@@ -175,7 +175,7 @@ def test_answerers_are_checked_before_anything_is_loaded(tmp_path):
         config.validate()
     config = needle_config(tmp_path)
     config.answerer.train = True
-    with pytest.raises(ValueError, match=r"nothing reads it while answerer\.kind is 'oracle'"):
+    with pytest.raises(ValueError, match=r"it has no effect while answerer\.kind is 'oracle'"):
         config.validate()
     config.answerer.kind = "vlm"
     with pytest.raises(ValueError, match=r"answerer.model.path is empty"):

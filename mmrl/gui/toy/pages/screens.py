@@ -231,7 +231,7 @@ class WebScreens:
 
     @property
     def _listing_screens(self) -> float:
-        """Share of screens with a listing, one row each, that gives the configured share of rows."""
+        """Fraction of screens with a listing, one row each, that gives the configured fraction of rows."""
         share, rows = self.settings.worked.listings if self.settings.worked else 0.0, self.settings.per_screen
         return share * rows / (1 - share + share * rows)
 

@@ -180,7 +180,7 @@ def test_clips_that_do_not_fit_are_refused(tmp_path):
         Flow3dRecipe(config)
     config = run_config(tmp_path)
     config.data.options["count"] = 0
-    with pytest.raises(UserError, match="data: there are no clips"):
+    with pytest.raises(UserError, match="data: no clips found"):
         Flow3dRecipe(config)
     config.data = ClipSetConfig(path=str(tmp_path / "missing"))
     with pytest.raises(UserError, match="data: "):
@@ -189,9 +189,9 @@ def test_clips_that_do_not_fit_are_refused(tmp_path):
         (ClipSetConfig(), "set either path"),
         (
             ClipSetConfig(function="a:b", split="train"),
-            "split is .*, but nothing reads it while function is 'a:b'",
+            "split is .*, but it has no effect while function is 'a:b'",
         ),
-        (ClipSetConfig(path="a", options={"a": 1}), "nothing reads it while function is ''; .* or set function"),
+        (ClipSetConfig(path="a", options={"a": 1}), "it has no effect while function is ''; .* or set function"),
     ):
         with pytest.raises((UserError, ValueError), match=message):
             check_config(wrong)
@@ -201,7 +201,7 @@ def test_options_of_episodes_need_episodes(tmp_path):
     config = run_config(tmp_path)
     config.validate()
     config.loop = LoopConfig(language_swap=False)
-    with pytest.raises(UserError, match="loop is set, but nothing reads it while episodes is"):
+    with pytest.raises(UserError, match="loop is set, but it has no effect while episodes is"):
         check_config(config)
 
 

@@ -144,9 +144,9 @@ def test_other_sizes_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"num_frames=5 and grid=4"):
         model.check_flow(clip.flow)
     model.save_pretrained(tmp_path / "a")
-    with pytest.raises(UserError, match="another model"):
+    with pytest.raises(UserError, match="a different model"):
         tiny_model("dit_factored").load_weights(tmp_path / "a")
-    with pytest.raises(UserError, match="other words"):
+    with pytest.raises(UserError, match="differ from this policy's vocabulary"):
         FlowWorldModel(tiny_config(), Vocabulary(["other"])).load_weights(tmp_path / "a")
     with pytest.raises(UserError, match="not a saved world model"):
         FlowWorldModel.from_pretrained(tmp_path)
@@ -160,11 +160,11 @@ def test_other_sizes_are_refused(tmp_path):
 
 def test_options_without_an_effect_are_refused():
     for change, message in (
-        (lambda c: setattr(c.condition, "bgr", True), "nothing reads it while .*kind is 'small'"),
-        (lambda c: setattr(c.condition, "text", "here"), "condition.text is 'here', but nothing reads it"),
+        (lambda c: setattr(c.condition, "bgr", True), "it has no effect while .*kind is 'small'"),
+        (lambda c: setattr(c.condition, "text", "here"), "condition.text is 'here', but it has no effect"),
         (
             lambda c: setattr(c.condition, "kind", "clip"),
-            "is empty; set it to a folder|nothing reads it while .*kind is .clip",
+            "is empty; set it to a folder|it has no effect while .*kind is .clip",
         ),
         (lambda c: setattr(c.condition, "patch_px", 7), "multiple of 7"),
         (lambda c: setattr(c.body.unet, "trainable", "lora"), "adapters on random weights"),

@@ -159,11 +159,11 @@ def test_episodes_without_a_clip_are_reported():
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(UserError, match="task is 'juggle'"):
+    with pytest.raises(UserError, match="unknown task 'juggle'"):
         next(demonstrations([0], FlowDemonstrationConfig(tasks=("juggle",))))
     with pytest.raises(UserError, match="actor is 'robby'"):
         next(demonstrations([0], FlowDemonstrationConfig(actors=("robby",))))
-    with pytest.raises(UserError, match="shapes are ball"):
+    with pytest.raises(UserError, match="unknown shapes ball"):
         next(demonstrations([0], FlowDemonstrationConfig(shapes=("ball",))))
     with FlowScene(SMALL, task="pour", actor="nobody") as scene:
         scene.give("place_red")
@@ -215,6 +215,6 @@ def test_built_clips_have_train_and_held_out_layouts_and_no_held_out_arm(tmp_pat
     assert {clip.meta["layouts"] for clip in FlowReader(folder, split="held_out")} == {"held_out"}
     assert {clip.meta["layouts"] for clip in FlowReader(folder, split="train")} == {"train"}
     assert not {clip.meta["actor"] for clip in reader} & set(HELD_OUT_ARMS)
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         build_clips(str(tmp_path / "clips"), **options)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["clips"]

@@ -135,7 +135,7 @@ def test_a_path_begins_and_ends_with_its_key_poses_and_lifts_before_it_carries()
 
 
 def test_unknown_tasks_and_shapes_are_named():
-    with pytest.raises(UserError, match="task is 'juggle'; there are place_red"):
+    with pytest.raises(UserError, match="unknown task 'juggle'; available: place_red"):
         find_flow_task("juggle")
     with pytest.raises(UserError, match="no shape 'sphere'; it has mug"):
         FlowScene(SceneConfig(shape="sphere"))

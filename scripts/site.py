@@ -1,0 +1,118 @@
+"""mkdocs hook: pages of methods and public packages, and links that leave docs/."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import methods
+
+FACES = (
+    "mmrl",
+    "mmrl.core",
+    "mmrl.rewards",
+    "mmrl.workers",
+    "mmrl.training",
+    "mmrl.vlm",
+    "mmrl.agents",
+    "mmrl.gui",
+    "diffusion",
+    "robotics",
+    "robotics.scenes",
+)
+OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(?!docs/)([^)]*)\)")
+
+
+def on_config(config: Any) -> Any:
+    """Put the pages of methods, results and packages into the navigation."""
+    sections = {title: pages for entry in config["nav"] for title, pages in entry.items()}
+    sections["Methods"].append({"One by one": [{name: f"methods/{name}.md"} for name in sorted(methods.LIBRARY)]})
+    for path in sorted((Path(config["docs_dir"]) / "results").glob("*.md")):
+        if path.stem != "index":
+            title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
+            sections["Results"].append({title: f"results/{path.name}"})
+    for face in FACES:
+        pages = [{_short(module, face): f"reference/{face}/{_short(module, face)}.md"} for module in _modules(face)]
+        sections["Reference"].append({face: pages})
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add a page for each method, one for each module whose names a package exports, and an index of them."""
+    for name, text in methods.pages():
+        files.append(File.generated(config, f"methods/{name}.md", content=text))
+    index = "# Python reference\n\nThe public names, by package and module. Import them from the package.\n"
+    for face in FACES:
+        summary = (importlib.import_module(face).__doc__ or "").strip().splitlines()[0]
+        index += f"\n## {face}\n\n{summary}\n\n"
+        for module, names in _modules(face).items():
+            page = f"{face}/{_short(module, face)}.md"
+            about = (importlib.import_module(module).__doc__ or "").strip().splitlines()[0]
+            entries = "\n\n".join(f"::: {module}.{name}" for name in names)
+            # guides come before reference pages in the search
+            text = f"---\nsearch: {{boost: 0.2}}\n---\n\n# {module}\n\n{about}\n\n{entries}\n"
+            files.append(File.generated(config, f"reference/{page}", content=text))
+            index += f"- [{', '.join(f'`{name}`' for name in names)}]({page}): {about}\n"
+    files.append(File.generated(config, "reference/index.md", content=index))
+    return files
+
+
+@cache
+def _modules(face: str) -> dict[str, list[str]]:
+    """Public names of a package by the module that defines them; a name of two packages is that of the first."""
+    package = importlib.import_module(face)
+    homes = getattr(package, "_HOMES", None) or {
+        name: module for module, names in getattr(package, "_NAMES", {}).items() for name in names
+    }
+    earlier = {
+        (module, name)
+        for other in FACES[: FACES.index(face)]
+        for module, names in _modules(other).items()
+        for name in names
+    }
+    found: dict[str, list[str]] = {}
+    for name in sorted(getattr(package, "__all__", homes)):
+        module = homes.get(name) or getattr(getattr(package, name), "__module__", face)
+        if (module, name) not in earlier:
+            found.setdefault(module, []).append(name)
+    return found
+
+
+def _short(module: str, face: str) -> str:
+    """Name of a module's page: without the package it is listed under."""
+    return module.removeprefix(f"{face}.").removeprefix("mmrl.")
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Describe the page, link methods to their pages, and make fences of code plain.
+
+    Links out of docs/ become paths.
+    """
+    if "description" not in page.meta:
+        prose = (part for part in markdown.split("\n\n")[1:] if re.match(r"[A-Z]", part))
+        words = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", " ".join(next(prose, "").split()))
+        page.meta["description"] = re.match(r".{0,160}(?=\s|$)", words)[0] or None
+    markdown = re.sub(r"^(\s*```\w+) .+$", r"\1", markdown, flags=re.MULTILINE)
+    depth = page.file.src_uri.count("/")
+    base = "" if page.file.src_uri.startswith("methods/") else "../" * depth + "methods/"
+    markdown = re.sub(
+        r"\]\((?:(?:\.\./)*methods/index\.md|(?:index\.md)?)#(\w+)\)",
+        lambda found: (
+            f"]({base}{found[1]}.md)" if found[1] in methods.LIBRARY and _to_methods(found[0], page) else found[0]
+        ),
+        markdown,
+    )
+    return OUTSIDE.sub(lambda m: m[0] if m[0].count("../") <= depth else f"{m[1]} (`{m[2]}`)", markdown)
+
+
+def _to_methods(link: str, page: Any) -> bool:
+    """Whether a link leads to the table of methods, whose own links have no file."""
+    return "methods/index.md" in link or page.file.src_uri == "methods/index.md"
