@@ -263,7 +263,7 @@ class DiffusionDomain:
         self._leave_out_long_prompts()
 
     def _check_references(self) -> None:
-        """Refuse images to be edited that the family does not take, or that only some rows have."""
+        """Reject images to be edited that the family does not support, or that only some rows have."""
         trained = {"data": [task for task in self.train_tasks if isinstance(task, DiffusionTask)]}
         splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
         family = self._encoders.family
@@ -414,7 +414,7 @@ def _references(tasks: Sequence[DiffusionTask], height: int, width: int) -> list
 
 
 def _with_missing(found: RewardResult, rows: Sequence[int], total: int) -> RewardResult:
-    """Results of some rows as results of all: NaN, and counted, where there was no image."""
+    """Results of some rows as results of all: NaN, and counted, if there was no image."""
     index = {row: number for number, row in enumerate(rows)}
 
     def fill(values: Sequence[float]) -> list[float]:

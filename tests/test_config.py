@@ -142,7 +142,8 @@ def test_values_of_the_environment_are_saved_as_references(write, tmp_path, monk
         (
             GOOD,
             ["model.dtype=bfloat16"],
-            "such steps are lost to rounding in bfloat16 weights; use model.dtype=float32 with trainer.mixed_precision=bf16",
+            "such steps are lost to rounding in bfloat16 weights; use model.dtype=float32 with "
+            "trainer.mixed_precision=bf16",
         ),
         (GOOD, ["objective.kl.kind=full"], "use k1, k2, k3"),
         (GOOD, ["trainer.minibatches_per_step=99"], "minibatches consist of whole groups"),

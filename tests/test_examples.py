@@ -33,7 +33,7 @@ def test_own_reward(tmp_path):
     text = run("own_reward.py", tmp_path)
     first, last = first_and_last(text)
     assert last > first + 0.05
-    assert Path(re.search(r"answers: (\S+)", text)[1]).is_file()
+    assert Path(re.search(r"responses: (\S+)", text)[1]).is_file()
 
 
 def test_own_objective(tmp_path):

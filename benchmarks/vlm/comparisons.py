@@ -51,7 +51,7 @@ def compare(options: BenchOptions) -> dict[str, dict[str, Any]]:
 
 
 def _without_images(names: list[str], options: BenchOptions) -> list[str]:
-    """The comparisons that read text alone; raises UserError if another one was asked for."""
+    """The comparisons that only need text; raises UserError if another one was requested."""
     if options.only and (refused := [name for name in names if name in IMAGES]):
         left = ", ".join(name for name in NAMES if name not in IMAGES)
         raise UserError(

@@ -40,7 +40,7 @@ class DecodedImages(NamedTuple):
     """Images of B latents."""
 
     pixels: NDArray[np.uint8]
-    """RGB (B, h, w, 3), or (B, K, h, w, 3) of videos; black where `finite` is False."""
+    """RGB (B, h, w, 3), or (B, K, h, w, 3) of videos; black if `finite` is False."""
     finite: NDArray[np.bool_]
     """(B,) bool, whether latents and decoded pixels are finite. A black row that is not finite is not an image."""
 

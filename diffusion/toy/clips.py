@@ -30,7 +30,7 @@ JITTER = 0
 LEAST_STEP = 0.25
 """Minimum shift between frames, in pixels, that counts as a move."""
 LONGEST_STEP = 3
-"""Largest shift between frames that the judge looks for."""
+"""Maximum shift between frames that the judge searches for."""
 CAPTIONS = tuple(f"a {digit} moving {way}" for digit in range(10) for way in DIRECTIONS)
 
 Clips = Sequence[NDArray[np.uint8]]

@@ -34,7 +34,7 @@ CAPTIONS = tuple(f'the word "{word}"' for word in WORDS)
 FONTS = ("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSerif.ttf", "DejaVuSansMono-Bold.ttf")
 """Fonts that matplotlib ships."""
 SHIFT_PX = 1
-"""Largest offset from the centre, in pixels, at which the judge still accepts a word."""
+"""Maximum offset from the centre, in pixels, at which the judge still accepts a word."""
 
 
 def word_match(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_: Any) -> list[float]:

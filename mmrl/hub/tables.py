@@ -178,7 +178,7 @@ def read_rows(path: str, split: str, subset: str | None) -> Iterator[DataRow]:
     elif file.exists():
         # a file that exists is never looked for on the hub
         known = ", ".join((LINES, *READERS))
-        raise UserError(f"{file}: unknown extension {file.suffix!r}; supported are {known}, or a dataset folder")
+        raise UserError(f"{file}: unknown extension {file.suffix!r}; expected {known}, or a dataset folder")
     elif HUB_ID.fullmatch(path):
         yield from _read_hub(path, split, subset)
     else:

@@ -8,9 +8,9 @@
 
 The formula is taken apart into subgoals, each of which has to hold at one time, and invariants, which hold during an
 interval (`robotics.contrib.stl.ground`). The high level proposes the times, the plan of an episode; the low level is a
-policy that sees the plan. The state is extended by the elapsed fraction of the episode and, for each subgoal, the time
-until it is due and whether it still is, the time until it must be kept and whether it must be (all times as fractions of
-the episode). The reward is dense: a control step earns
+policy that sees the plan. The state gains the elapsed fraction of the episode and, for each subgoal, the time until it
+is due and whether it still is, the time until it must be kept and whether it must be (all times as fractions of the
+episode). The reward is dense: a control step earns
 
     progress (m_t - m_(t-1)) of the subgoal that is due next, m its margin,
     arrival / K at the time of each of the K subgoals, if it holds then,

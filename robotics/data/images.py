@@ -141,7 +141,7 @@ class DepthCodes:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any] | None) -> Self:
-        """Read the codes from a feature's info; lerobot's defaults where it has none."""
+        """Read the codes from a feature's info; lerobot's defaults if it has none."""
         given = {name: (info or {}).get(f"video.{name}") for name in cls.__dataclass_fields__}
         codes = cls(**{name: value for name, value in given.items() if value is not None})
         numbers = (codes.depth_min, codes.depth_max, codes.shift)
@@ -181,7 +181,7 @@ def depth_unit_of(values: NDArray[Any]) -> str | None:
 
 
 def metres_of(values: NDArray[Any], unit: str | None = None) -> NDArray[np.float32]:
-    """Metres of stored depth of any shape: by the feature's unit "mm" or "m", or by the type where it is None."""
+    """Metres of stored depth of any shape: by the feature's unit "mm" or "m", or by the type if it is None."""
     metres = unit == "m" if unit else np.issubdtype(values.dtype, np.floating)
     return values.astype(np.float32) if metres else (values * 0.001).astype(np.float32)
 

@@ -129,7 +129,7 @@ class ActingSettings:
     every control step; 0 = no ensemble."""
     scale: str = choice("none", SCALES)
     """none: the policy predicts the simulator's own -1..1; bounds_q99: it predicts normalised actions, which its
-    statistics convert to the units of the cloned data, those of the simulator. Use the same value as in cloning."""
+    statistics convert to the units of the cloned data (the simulator's units). Use the same value as in cloning."""
 
 
 @dataclass

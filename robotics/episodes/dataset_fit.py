@@ -190,7 +190,7 @@ def _undeclared(path: str, said: str, values: NDArray[np.float64], own: ActionRa
 def _check_span(
     path: str, scaled: NDArray[np.float64], values: NDArray[np.float64], own: ActionRange, units: str
 ) -> None:
-    """Refuse actions far outside the range, and warn of those that are cut off or hardly use it."""
+    """Reject actions far outside the range, and warn about actions that are clipped or hardly use it."""
     largest = 1.0 + _overshoot(scaled)
     wide = (
         str(own)

@@ -214,7 +214,7 @@ def moved_points(points: FloatArray, T_t_0_world: FloatArray, K: FloatArray, T_w
 
 
 def points_visible(uvz: FloatArray, depth_of: Callable[[int], DepthArray]) -> FloatArray:
-    """(T, N, N, 1) 1 where points (T, N, N, 3) u, v, z agree with the scene's depth (H, W) in frame t, else 0."""
+    """(T, N, N, 1) 1 if points (T, N, N, 3) u, v, z agree with the scene's depth (H, W) in frame t, else 0."""
     visible = np.zeros((*uvz.shape[:-1], 1))
     for number in range(len(uvz)):
         # the depth is NaN in holes and outside the image, and NaN is never below the limit

@@ -135,7 +135,7 @@ class ObservationFormat:
         return {**image, **state, self.config.prompt_key: {"dtype": "text", "default": self.config.prompt or None}}
 
     def example(self) -> PolicyInputs:
-        """Inputs of zeros with a past, and 64 pixels where any number will do."""
+        """Inputs of zeros with a past, and 64 pixels if any number will do."""
         image = np.zeros([pixels or 64 for pixels in self.image_size or (0, 0)] + [3], np.uint8)
         zeros = dict.fromkeys((self.config.image_key, *self._view_keys), image)
         zeros |= {self.config.state_key: np.zeros(self.state_size or 0, np.float32)}

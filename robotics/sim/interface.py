@@ -99,7 +99,7 @@ class RobotInterface:
     actions: tuple[str, ...] | None = None
     """Names of the entries of an action, in order."""
     cameras: tuple[str, ...] | None = None
-    """Names of the cameras, that of `images` first, then the additional ones; "" if a camera has no name."""
+    """Names of the cameras, the camera of `images` first, then the additional ones; "" if a camera has no name."""
     control_hz: float | None = None
     """Control steps per second."""
 

@@ -127,7 +127,7 @@ def open_sim(config: SimConfig) -> RobotSim:
 
 
 def open_video_sim(config: SimConfig, height: int) -> RobotSim:
-    """Start a simulator of the same episodes for videos of a height in pixels, drawn for people where it can."""
+    """Start a simulator of the same episodes for videos of a height in pixels, if possible in its presentation look."""
     # one episode at a time is filmed
     config = replace(config, workers=1, views=[])
     if config.kind in SCENES:

@@ -359,7 +359,7 @@ class FrameRenderer:
 
 
 def update_poses(model: mujoco.MjModel, data: mujoco.MjData) -> None:
-    """Compute the poses of everything drawn from the positions; `mj_step` leaves those of the step before.
+    """Compute the poses of everything drawn from the positions; `mj_step` leaves the values of the previous step.
 
     Nothing that the next `mj_step` starts from is changed.
     """
@@ -374,7 +374,7 @@ def update_poses(model: mujoco.MjModel, data: mujoco.MjData) -> None:
 
 
 def update_sensors(model: mujoco.MjModel, data: mujoco.MjData) -> None:
-    """Compute poses and sensor values from positions and velocities; `mj_step` leaves those of the step before.
+    """Compute poses and sensor values from positions and velocities; `mj_step` leaves the values of the previous step.
 
     Nothing that the next `mj_step` starts from is changed. Sensors of forces and accelerations need the contact solver,
     as costly as a physics step; it starts from zero, so that their values depend on the state alone.

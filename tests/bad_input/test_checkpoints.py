@@ -101,7 +101,9 @@ def test_resume_with_other_settings(made, lab, mmrl, refused):
     assert "resuming with different settings than before: " in warning
     assert "trainer.steps 2 -> 3" in warning
     assert "the checkpoint was made with 6 training tasks, but now there are 3" in error
-    assert "is a run of recipe 'vlm', 'sft' cannot continue it" in refused("train", supervised(lab), "--resume")
+    assert "is a run of recipe 'vlm' and cannot be continued with 'sft'" in refused(
+        "train", supervised(lab), "--resume"
+    )
 
 
 def test_resume_with_other_data_of_the_same_length(made, lab, mmrl):

@@ -72,7 +72,7 @@ def test_configuration_files_that_cannot_be_used(text, message, lab, refused):
     ("override", "message"),
     [
         ("rewards=[{name: 'no_such_module:f'}]", "module 'no_such_module' not found"),
-        ("rewards=[{name: 'FOLDER/rewards.py:no_prompts'}]", "takes no prompts"),
+        ("rewards=[{name: 'FOLDER/rewards.py:no_prompts'}]", "does not take prompts"),
         ("rewards=[{name: 'FOLDER/rewards.py:needs_colour'}]", "data: reward"),
         ("eval_data.heldout.path=FOLDER/no_answer.jsonl", "eval_data.heldout: reward 'exact' needs answer"),
         ("data.path=FOLDER/nowhere.jsonl", "file not found"),
@@ -104,12 +104,12 @@ trainer: {{steps: 1, tasks_per_step: 2, samples_per_task: 2}}
 @pytest.mark.parametrize(
     ("recipe", "override", "message"),
     [
-        ("flow_grpo", "data.path=nowhere.jsonl", "data: no such file: nowhere.jsonl"),
-        ("flow_grpo", "eval_data.heldout.path=nowhere.jsonl", "eval_data.heldout: no such file"),
+        ("flow_grpo", "data.path=nowhere.jsonl", "data: file not found: nowhere.jsonl"),
+        ("flow_grpo", "eval_data.heldout.path=nowhere.jsonl", "eval_data.heldout: file not found"),
         ("flow_grpo", "rewards=[{name: jpeg}]", "unknown image reward 'jpeg'"),
         ("flow_grpo", "heldout_rewards=[{name: clip_score, options: {path: nowhere}}]", "weights not found at nowhere"),
         ("flow_grpo", "heldout_rewards=[{name: 'FOLDER/rewards.py:needs_colour'}]", "data: reward"),
-        ("flow_grpo", "heldout_rewards=[{name: 'FOLDER/rewards.py:no_prompts'}]", "takes no prompts"),
+        ("flow_grpo", "heldout_rewards=[{name: 'FOLDER/rewards.py:no_prompts'}]", "does not take prompts"),
         ("flow_grpo", "sampler.fraction=0.05", "fraction=0.05 of 10 steps trains none"),
         ("flow_grpo", "sampler={steps: 4, window: 3, window_low: 1, window_high: 3}", "window_high is 3"),
         ("awm", "timesteps.fraction=0.05", "timesteps.times is 'discrete_wo_init', sampler.steps 14: fraction=0.05"),

@@ -16,7 +16,7 @@ from tests.bad_input.supervised import supervised
         ("blank.jsonl", "\n\n", "is empty"),
         ("empty.json", "[]", "is empty"),
         ("empty.parquet", "", "cannot be read as parquet"),
-        ("rows.txt", "x", "unknown extension '.txt'; known are .jsonl, .json, .parquet"),
+        ("rows.txt", "x", "unknown extension '.txt'; expected .jsonl, .json, .parquet"),
         ("rows.jsonl", '{"text": "x"}\n', "its columns are text; set data.prompt_key"),
         ("rows.jsonl", "{bad\n", "line 1: not valid JSON"),
     ],

@@ -607,7 +607,7 @@ def test_an_output_that_cannot_be_written_is_one_line_and_exit_2(words, tmp_path
     for path, message in (
         ("dangling", "dangling is a link to gone, which does not exist"),
         ("file/x", "file is not a folder"),
-        ("x" * 256, "has a name of 256 bytes; file systems allow 255"),
+        ("x" * 256, "has a name of 256 bytes; file systems allow at most 255"),
     ):
         assert main([*words, path]) == 2
         assert message in one_error_line(capsys)

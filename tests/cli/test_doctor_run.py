@@ -71,7 +71,7 @@ def test_damaged_checkpoint_is_named_and_the_suggested_command_works(run, capsys
     found = findings(run)
     assert found["step-000004"].state == "fail"
     assert "model/weights.pt has changed" in found["step-000004"].found
-    assert found["resume"].found == "continues from step 3, the newest whole one"
+    assert found["resume"].found == "continues from step 3, the newest intact checkpoint"
     assert main(["doctor", str(run)]) == 1
     assert "something in the run is damaged" in capsys.readouterr().out
     assert main(found["resume"].advice.split()[1:]) == 0

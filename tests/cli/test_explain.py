@@ -80,7 +80,7 @@ def test_the_beginning_of_a_name_is_enough(capsys):
     for part in ("arXiv 2602.10693", "huggingface/trl GRPOTrainer.get_gamma_weights", "trl 1.16.0", "recipe: agent"):
         assert part in out
     assert find_name("dpo") == "dpo"  # a whole name is never ambiguous
-    with pytest.raises(UserError, match="'dppo' may be dppo_tv, dppo_kl"):
+    with pytest.raises(UserError, match="'dppo' is ambiguous: dppo_tv, dppo_kl"):
         find_name("dppo")
     with pytest.raises(UserError, match="unknown objective, recipe or paper 'grop'; did you mean 'grpo'"):
         find_name("grop")
@@ -169,7 +169,7 @@ def test_a_paper_is_found_by_its_usual_name(name):
     shared = [paper for paper in (*PAPERS, *OMITTED) if spelled(name) in called(paper)]
     whole = {paper.name.lower() for paper in shared} | {*ROWS, *all_recipes()}
     if len(shared) > 1 and name.lower() not in whole:
-        with pytest.raises(UserError, match=rf"'{name}' may be .+ \(.+\), .+ \(.+\)"):
+        with pytest.raises(UserError, match=rf"'{name}' is ambiguous: .+ \(.+\), .+ \(.+\)"):
             find_name(name)
     else:
         assert find_name(name)
@@ -198,7 +198,9 @@ def same_name(paper):
 
 
 def test_names_that_several_papers_share_say_so():
-    with pytest.raises(UserError, match=r"'epo' may be entropy_smoothing \(EPO, entropy-reg.*, explicit_strategy"):
+    with pytest.raises(
+        UserError, match=r"'epo' is ambiguous: entropy_smoothing \(EPO, entropy-reg.*, explicit_strategy"
+    ):
         find_name("epo")
     assert "same name     direct_advantage (DAPO, direct advantage)" in explained("dapo")
     assert "left out: not in this release" in explained("Soft Actor-Critic")

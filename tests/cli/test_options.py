@@ -62,7 +62,7 @@ def test_every_option_has_its_sentence_type_default_and_bounds():
     assert found["splits.<name>.temperature"].default == 1.0
     assert found["sampler.unseen"].help == ""
     assert found["sampler.solver"].facts == "str; one of euler, heun; default euler"
-    assert found["path"].facts == "str; must be given"
+    assert found["path"].facts == "str; required"
     assert found["limit"].facts == "int | None; at least 1; default null"
     assert found["extra"].facts == "dict[str, Any]; default {}"
     assert found["terms"].type == "list[Sampler]"
@@ -193,7 +193,7 @@ class Recipe:
     ("arguments", "message"),
     [
         (["papp"], "unknown recipe 'papp'; did you mean 'papo'?"),
-        (["papo", "trainr"], "there is no option 'trainr'; did you mean trainer"),
+        (["papo", "trainr"], "unknown option 'trainr'; did you mean trainer"),
         (["papo", "lr"], "did you mean trainer.learning_rate?"),
         (["no.module:A:B"], "cannot be loaded"),
     ],

@@ -50,7 +50,7 @@ def test_an_arm_may_read_the_runs_of_another(lab):
     assert set(result["sweep"]["arms"]) == {"papo", "grpo"}
     assert lab.starts("runs/papo/seed-1") == ["fresh"]
     assert not (lab.output / "runs/rule").exists()
-    assert not any("finished already" in line for line in lab.lines)
+    assert not any("have already finished" in line for line in lab.lines)
 
 
 def test_an_arm_may_represent_the_start(lab, monkeypatch):

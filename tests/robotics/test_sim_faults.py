@@ -58,7 +58,7 @@ def test_memory_is_measured_and_limited():
         assert 5 < sim.memory_mb() < 250
         sim.reset(specs("walk"))
         chunk = sim.step_chunk(zeros(sim, 1))
-        assert chunk.reasons[0].startswith("memory: it held ")
+        assert chunk.reasons[0].startswith("memory: it used ")
         assert "at most 250 MiB" in chunk.reasons[0]
         assert sim.counts["memory"] == 1
 

@@ -36,7 +36,7 @@ def test_columns_with_few_shared_short_values_are_taken():
     assert parts_of_tasks(labelled, ["label"])[:2] == [{"label": "a"}, {"label": "b"}]
     assert parts_of_tasks(columns, []) == [{}] * 6
     assert parts_of_tasks(columns, ["level"])[:2] == [{"level": "0"}, {"level": "1"}]
-    with pytest.raises(ValueError, match=r"evaluation\.by names 'knid'; columns of the data: hint, answer, kind"):
+    with pytest.raises(ValueError, match=r"evaluation\.by contains 'knid'; columns of the data: hint, answer, kind"):
         parts_of_tasks(columns, ["knid"])
     assert parts_of_tasks([], ["hint"]) == []
 
@@ -67,5 +67,5 @@ def test_accuracy_is_broken_down_and_each_question_is_kept(tmp_path, tiny_folder
 def test_a_column_that_the_data_lacks_is_refused_before_the_model_is_loaded(tmp_path, monkeypatch):
     config = run_config(VlmConfig, tmp_path, tmp_path / "no-model")
     config.evaluation.by = ["hint"]
-    with pytest.raises(UserError, match=r"eval_data\.heldout: evaluation\.by names 'hint'; columns of the data: "):
+    with pytest.raises(UserError, match=r"eval_data\.heldout: evaluation\.by contains 'hint'; columns of the data: "):
         VlmRecipe(config)

@@ -278,7 +278,9 @@ def test_math_with_answers_in_words_is_refused_before_the_run(tmp_path, tiny_fol
     rows = [json.loads(line) | {"answer": "a red circle"} for line in path.open()]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     config.rewards = [RewardConfig(name="math")]
-    with pytest.raises(UserError, match=r"'math' cannot judge .* rows, .*the right answer 'a red circle' cannot be"):
+    with pytest.raises(
+        UserError, match=r"'math' cannot score .* rows, .*the reference answer 'a red circle' cannot be"
+    ):
         train(RECIPES["vlm"], config)
 
 

@@ -24,7 +24,9 @@ def exists(name):
 
 
 def test_an_old_name_gets_an_error_that_says_the_new_one():
-    with pytest.raises(loading.LoadError, match=r"mmrl\.vlm\.engine\.policy is mmrl\.vlm\.engine\.vlm_policy now"):
+    with pytest.raises(
+        loading.LoadError, match=r"mmrl\.vlm\.engine\.policy was renamed to mmrl\.vlm\.engine\.vlm_policy"
+    ):
         loading.find_function("mmrl.vlm.engine.policy:load_policy")
 
 

@@ -70,7 +70,9 @@ def test_attributes_and_methods_reach_the_environments_that_are_named(closing):
     env.set_attr("size", [1, 2])  # one value, although it is a list
     assert env.get_attr("size", indices=1) == [[1, 2]]
     assert env.env_method("add", 2) == [2] * ROWS
-    with pytest.raises(UserError, match=r"env_method\('add'\) with indices \[0\]: only all"):
+    with pytest.raises(
+        UserError, match=r"env_method\('add'\) with indices \[0\]: the method can only be called on all"
+    ):
         env.env_method("add", 2, indices=[0])
     env._options = [{"shift": row} for row in range(ROWS)]
     with pytest.raises(UserError, match="the environments have different options"):
@@ -79,5 +81,5 @@ def test_attributes_and_methods_reach_the_environments_that_are_named(closing):
 
 def test_another_autoreset_mode_is_refused():
     envs = SyncVectorEnv([Walk])
-    with pytest.raises(UserError, match=r"the autoreset mode is .*NEXT_STEP.*; .* needs autoreset_mode='SameStep'"):
+    with pytest.raises(UserError, match=r"the autoreset mode is .*NEXT_STEP.*; .* requires autoreset_mode='SameStep'"):
         GymnasiumVecEnv(envs)

@@ -111,5 +111,5 @@ class Bomb:
 
 @pytest.mark.parametrize("value", [Bomb(), lambda: None, np.array([object()]), type], ids=lambda v: type(v).__name__)
 def test_everything_else_is_refused_by_name_and_never_pickled(value):
-    with pytest.raises(TypeError, match=r"a [\w.]+ cannot be sent to a worker process, only text, numbers"):
+    with pytest.raises(TypeError, match=r"a [\w.]+ cannot be sent to a worker process; only text, numbers"):
         encode([1, {"cell": value}])

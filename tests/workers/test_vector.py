@@ -159,7 +159,7 @@ def test_requests_that_do_not_fit_are_refused_by_name(closing):
         envs.step(np.zeros((2, 2)))
     envs.reset()
     for given, reason in [
-        (np.zeros((2, 3)), r"action has the shape \(2, 3\); expected \(2, 2\)"),
+        (np.zeros((2, 3)), r"action has shape \(2, 3\); expected \(2, 2\)"),
         (np.array([[0, 0], [np.nan, 0]]), "action of environment 1 is not finite"),
         (np.zeros((2, 2), complex), "dtype complex128"),
     ]:

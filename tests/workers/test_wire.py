@@ -116,7 +116,7 @@ def announce(*arrays) -> bytes:
 @pytest.mark.parametrize(
     ("data", "reason"),
     [
-        (prefixed(b"{}", version=9), f"version 9 .* uses {wire.VERSION}"),
+        (prefixed(b"{}", version=9), f"version 9, .* uses {wire.VERSION}"),
         (prefixed(b"{}", claim=wire.MAX_BODY_BYTES + 1), f"at most {wire.MAX_BODY_BYTES}"),
         (prefixed(b"{}"), "cannot be read"),
         (prefixed(b"\xff"), "cannot be read"),

@@ -99,7 +99,7 @@ class Flow3dAwmConfig(RunConfig):
     awm: AwmSettings = field(default_factory=AwmSettings)
     """The matching loss."""
     timesteps: TimestepConfig = field(default_factory=lambda: TimestepConfig(count=4))
-    """The noisy versions; the grid is that of the model's own sampler."""
+    """The noisy versions; the grid is the model's own sampler's."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="awm"))
     """Advantage, clipping and the weight of the distance to the reference."""
     eval_ema: EvalEmaConfig = field(default_factory=EvalEmaConfig)

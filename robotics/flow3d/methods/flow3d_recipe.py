@@ -86,7 +86,7 @@ class WorldModelConfig(FlowModelConfig):
     """Source of encoding.z_min_m and z_max_m: data (covers 98% of the training depths, plus a tenth at both ends) or
     given."""
     words: list[str] = field(default_factory=list)
-    """Words of future instructions, added to those of the training instructions."""
+    """Words of future instructions, added to the words of the training instructions."""
 
     def validate(self) -> None:
         """Check that the parts fit together; raises ValueError."""
@@ -113,7 +113,7 @@ class FlowPayload(Payload):
     time: Tensor = per_row()
     """(B,) of the process."""
     keep_text: Tensor = per_row()
-    """(B,) bool, False where the instruction is blanked."""
+    """(B,) bool, False if the instruction is blanked."""
 
 
 @dataclass

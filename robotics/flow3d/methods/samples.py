@@ -36,7 +36,7 @@ from robotics.flow3d.model.world_model import FlowWorldModel
 
 @dataclass(frozen=True)
 class ExplorationConfig:
-    """Random rigid perturbation of training samples; those of evaluations are never perturbed."""
+    """Random rigid perturbation of training samples; evaluation samples are never perturbed."""
 
     shift_cm: float = bounded(0.0, at_least=0)
     """Standard deviation along each axis of the shift in the last frame, in centimetres."""

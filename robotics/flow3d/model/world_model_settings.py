@@ -21,7 +21,7 @@ TRAINABLE = ("full", "lora")
 
 @dataclass
 class UnetConfig:
-    """Sizes of `unet_motion`; those of Stable Diffusion 1.5 by default."""
+    """Sizes of `unet_motion`; the defaults are the sizes of Stable Diffusion 1.5."""
 
     channels: list[int] = rare(bounded([320, 640, 1280, 1280], at_least=1))
     """Channels of the levels; the grid is halved from one to the next."""

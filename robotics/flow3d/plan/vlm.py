@@ -177,7 +177,7 @@ class VlmVerifier:
         self.client = client
 
     def verify(self, before: ImageArray, after: ImageArray, instruction: str, meta: PlanFacts) -> Verdict:
-        """Ask the model; see `Verifier`. `ok` is None if it did not answer, for example because the server is down."""
+        """Ask the model; see `Verifier`. `ok` is None if it did not respond, for example because the server is down."""
         try:
             answer = self.client.ask(SYSTEM, QUESTION.format(instruction=instruction), [before, after])
         except NoAnswer as error:

@@ -119,5 +119,5 @@ def test_settings_without_a_meaning_are_refused(opened):
         opened(branches=[])
     recipe = opened()
     recipe.config.objective = ObjectiveConfig(preset="segment_chain", advantage={"std": True})
-    with pytest.raises(ValueError, match="use segment.kind: tree"):
+    with pytest.raises(ValueError, match=r"use segment\.kind: tree"):
         recipe.config.validate()

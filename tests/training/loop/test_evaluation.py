@@ -135,7 +135,7 @@ def test_an_interrupted_evaluation_continues_with_whole_batches(tmp_path, caplog
     with caplog.at_level("INFO"):
         evaluate(third, tasks=tasks)
     assert third.batches == [(6, [(6, 0), (7, 0), (8, 0)])]
-    assert f"6 of 9 tasks are taken from {path}" in caplog.text
+    assert f"6 of 9 tasks were read from {path}" in caplog.text
     assert [(row["index"], row["failed"]) for row in read_jsonl(path)] == [(index, False) for index in range(9)]
     assert "frames" not in read_jsonl(path)[0]
     assert json.loads(path.with_suffix(".protocol.json").read_text()) == {"tasks": list(tasks)}

@@ -354,7 +354,7 @@ def test_damaged_checkpoint_is_refused_and_the_last_good_one_taken_on_request(co
     data[-400] ^= 1
     weights.write_bytes(data)
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=r"weights\.pt has changed.*step 3 is whole: add --from-last-good"):
+    with pytest.raises(UserError, match=r"weights\.pt has changed.*step 3 is intact: add --from-last-good"):
         run(config, "run", "seed=0", "trainer.steps=9", resume=True)
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
     run(config, "run", resume=True, from_last_good=True)

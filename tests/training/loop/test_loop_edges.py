@@ -76,7 +76,7 @@ def test_full_disk_does_not_hide_a_nan(make_trainer, monkeypatch, caplog):
     monkeypatch.setattr(torch, "save", no_space)
     trainer.train_step()
     assert trainer.updater.skipped == 1
-    assert "loss has 1 of 1 entries NaN" in caplog.text
+    assert "1 of 1 entries of loss are NaN" in caplog.text
     assert "could not be saved: file write failed" in caplog.text
 
 

@@ -135,7 +135,7 @@ def test_nan_loss_is_named_saved_and_skipped_or_stops(make_trainer, policy, tmp_
     trainer.train_step()
     before = weights(trainer)
     if policy == "stop":
-        with pytest.raises(RunError, match="loss has 1 of 1 entries NaN"):
+        with pytest.raises(RunError, match="1 of 1 entries of loss are NaN"):
             trainer.train_step()
     else:
         trainer.train_step()

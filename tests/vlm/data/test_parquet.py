@@ -67,7 +67,9 @@ def test_images_stay_in_the_table(columns, tmp_path):
 
 
 def test_a_file_that_unpacks_to_far_more_than_it_holds_is_refused(bomb):
-    sentence = r"its column prompt unpacks to 10\d+ in row group 0; at most 10000 may .* smaller row groups"
+    sentence = (
+        r"its column prompt decompresses to 10\d+ bytes in row group 0; at most 10000 bytes may .* smaller row groups"
+    )
     for read in (rows_of, read_table, read_tally, check_parquet, lambda path: read_group(path, 0)):
         with pytest.raises(UserError, match=sentence):
             read(bomb)

@@ -109,16 +109,16 @@ def test_numbers_of_tables_that_store_floats(tmp_path):
 @pytest.mark.parametrize("answer", [True, {"value": 5}, [], [None], ["a", ["b"]]])
 def test_an_answer_that_no_reward_can_judge_stops_before_the_run(tmp_path, answer):
     tasks = load(tmp_path, {"prompt": "q", "answer": answer})
-    with pytest.raises(UserError, match=r"data: reward 'exact' cannot judge 1 of 1 rows, such as rows\.jsonl line 1"):
+    with pytest.raises(UserError, match=r"data: reward 'exact' cannot score 1 of 1 rows, e.g. rows\.jsonl line 1"):
         score(tasks, "exact")
     assert score(tasks, "mine", functions={"mine": lambda completions, **columns: [1.0]}).total == [1.0]
 
 
 def test_letters_that_are_numbers_stop_before_the_run_and_single_bad_rows_are_named(tmp_path, caplog):
-    with pytest.raises(UserError, match=r"'choice' cannot judge 2 of 2 rows.*does not start with one of the letters"):
+    with pytest.raises(UserError, match=r"'choice' cannot score 2 of 2 rows.*does not start with one of the letters"):
         score(load(tmp_path, {"prompt": "q", "answer": 1}, {"prompt": "r", "answer": 2}), "choice")
     score(load(tmp_path, {"prompt": "q", "answer": "A"}, {"prompt": "r", "answer": 2}), "choice")
-    assert "reward 'choice' cannot judge 1 of 2 rows, such as rows.jsonl line 2" in caplog.text
+    assert "reward 'choice' cannot score 1 of 2 rows, e.g. rows.jsonl line 2" in caplog.text
 
 
 def test_bytes_are_no_answer(tmp_path):

@@ -105,7 +105,7 @@ def test_file_addresses_may_be_escaped(folder):
     found = [f"file://{folder}/a%20b.png", f"file://{folder}/a b.png", f"file://{folder}/50%25.png", "file:red.png"]
     for address in found[:3]:
         assert colours(load([EASYR1 | {"images": [address]}]).tasks[0]) == [BLUE]
-    with pytest.raises(UserError, match="image file .* not found"):
+    with pytest.raises(UserError, match=r"image file .* not found"):
         load([EASYR1 | {"images": [f"file://{folder}/c%20d.png"]}])
 
 
@@ -306,7 +306,7 @@ def test_text_only_can_be_allowed_or_forbidden(folder):
         ({}, "path is not set"),
         ({"path": "dat.jsonl"}, "did you mean 'data.jsonl'"),
         ({"path": "nowhere/at/all.jsonl"}, "does not exist either.*docs/data.md"),
-        ({"path": "red.png"}, r"unknown extension '.png'; known are .jsonl, .json, .parquet"),
+        ({"path": "red.png"}, r"unknown extension '.png'; expected .jsonl, .json, .parquet"),
         ({"path": "empty.jsonl"}, "is empty"),
         ({"path": "empty.json"}, "is empty"),
         ({"path": "object.json"}, "expected a JSON list"),
