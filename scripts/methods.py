@@ -28,6 +28,7 @@ PROJECT = Path(__file__).resolve().parent.parent
 LIBRARY = tuple(dict.fromkeys((*RECIPES, *CATALOGUE, *PREFERENCES)))
 CONTRIB = tuple(name for name in dict.fromkeys((*contrib_recipes(), *ROWS)) if name not in LIBRARY)
 TASKS = {
+    "tspo": "videos",
     "vlm": "vision-language, text",
     "masked": "text (masked diffusion)",
     "agents": "agents",
@@ -38,6 +39,8 @@ TASKS = {
 """Package of a recipe to what it trains on."""
 DOMAINS = {"language": "vision-language, text", "agents": "agents", "images": "images, videos", "robots": "robots"}
 """Domain of an objective to the same words."""
+TITLES = {"diffusion_dpo": "Diffusion-DPO", "grpo": "GRPO", "vlm": "Any objective on a (vision-)language model"}
+"""Titles of pages whose first paper is another one."""
 NOT_MEASURED = "not measured"
 
 
@@ -97,8 +100,12 @@ def tasks(name: str) -> list[str]:
 def data(name: str) -> str:
     """What a method learns from."""
     entry, row = all_recipes().get(name), ROWS.get(name)
+    if name == "kto":
+        return "pairs or single labels"
     if isinstance(row, PreferenceObjective) or name in ("preference", "diffusion_dpo"):
         return "pairs"
+    if name.endswith("distil"):
+        return "a teacher"
     if name == "sft" or (entry is not None and entry.supervised):
         return "given examples"
     return "rewards"
@@ -122,7 +129,7 @@ def page(name: str) -> str:
     """The page of a method: what it is, when to use it, formula, configuration, results and sources."""
     entry, row = all_recipes().get(name), ROWS.get(name)
     known = papers_of(name)
-    title = known[0].name if known else name
+    title = TITLES.get(name) or (known[0].name if known else name.upper() if len(name) < 6 else name)
     parts = [f"# {title}: `{name}`\n\n"]
     if entry is not None:
         parts.append(f"{_sentence(entry.summary)}\n\n")
@@ -172,6 +179,8 @@ def _when(name: str) -> str:
 def _needs(name: str) -> str:
     return {
         "pairs": "pairs of a preferred and a rejected example",
+        "pairs or single labels": "examples that are labelled as good or bad",
+        "a teacher": "a teacher model to imitate on the policy's own samples",
         "given examples": "examples of what the model should produce",
         "rewards": "a function that scores what the model produces",
     }[data(name)]
@@ -233,7 +242,7 @@ GREEK = {
 UPRIGHT = r"exp|log|max|min|clip|mean|std|sum|sqrt|var|whiten|stopgrad|sigmoid|tanh|sign|softmax"
 TOKEN = re.compile(
     rf"(?P<logp>\blogp(?:_(?P<of>\w+))?)|(?P<function>\b(?:{UPRIGHT})(?:_(?P<over>\((?:[^()]*)\)|\w+))?\b)"
-    r"|(?P<symbol>\b(?:[A-Za-z]|" + "|".join(GREEK) + r")(?:_(?P<index>\([^()]*\)|\w+))?(?![\w'-]))"
+    r"|(?P<symbol>(?<!')\b(?:[A-Za-z]|" + "|".join(GREEK) + r")(?:_(?P<index>\([^()]*\)|\w+))?(?![\w'-]))"
     r"|(?P<power>\^(?P<exponent>\([^()]*\)|[\w.]+))|(?P<number>\b\d+(?:\.\d+)?e(?P<ten>[-+]?\d+))"
     r"|(?P<sign> \* |\+-|<-|>=|<=| - |(?<=[(,\[ ])-(?=[\w]))"
 )

@@ -101,6 +101,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", " ".join(next(prose, "").split()))
         page.meta["description"] = re.match(r".{0,160}(?=\s|$)", words)[0] or None
     markdown = re.sub(r"^(\s*```\w+) .+$", r"\1", markdown, flags=re.MULTILINE)
+    # GitHub needs the backslash in a table's code, and Python-Markdown would show it
+    markdown = re.sub(r"`[^`\n]*`", lambda found: found[0].replace("\\|", "|"), markdown)
     depth = page.file.src_uri.count("/")
     base = "" if page.file.src_uri.startswith("methods/") else "../" * depth + "methods/"
     markdown = re.sub(

@@ -55,7 +55,7 @@ def test_marks_that_cannot_be_filled_are_refused():
         refreshed("<!-- generated: recipies -->\n<!-- end -->")
     with pytest.raises(UserError, match=r"README.md: 1 marks .* 0 have an"):
         refreshed("<!-- generated: recipes -->\n", where="README.md")
-    with pytest.raises(UserError, match="there is no option 'trainr'"):
+    with pytest.raises(UserError, match="unknown option 'trainr'"):
         refreshed("<!-- generated: options papo trainr -->\n<!-- end -->")
 
 

@@ -118,7 +118,7 @@ def test_shell_lines_name_what_exists(page, line):
         if words[2] == "pytest":
             assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
             return
-        options = set(re.findall(r"add(?:_argument)?\(\"(--[\w-]+)", Path(str(found.origin)).read_text()))
+        options = set(re.findall(r"add(?:_argument)?\(\s*\"(--[\w-]+)", Path(str(found.origin)).read_text()))
         assert {word for word in words[3:] if word.startswith("-")} <= options
     if words[0] == "make":
         assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M)

@@ -160,7 +160,7 @@ def test_version_table_agrees_with_the_package():
 def test_exit_codes_are_those_of_the_help(capsys):
     assert main(["--help"]) == 0
     codes = "Exit codes: 0 done, 1 failed run, 2 bad usage or configuration, 128 + n stopped by signal n"
-    assert codes in " ".join(README.text.split())
+    assert codes in " ".join(COMMAND_PAGE.text.split())
     assert codes in " ".join(capsys.readouterr().out.split())
 
 
