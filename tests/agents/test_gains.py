@@ -62,5 +62,5 @@ def test_an_answer_that_does_not_fit_leaves_no_result(tmp_path, folder):
 
 def test_tasks_without_an_answer_are_refused(tmp_path, folder):
     config = make_config(tmp_path, folder, objective=OBJECTIVE)
-    with pytest.raises(UserError, match=r"its entry 'answer', but task/0 has None; expected a text"):
+    with pytest.raises(UserError, match=r"\(entry 'answer'\), but task/0 has None there; expected a text"):
         AgentRecipe(config)

@@ -284,7 +284,7 @@ def test_a_run_under_gdpo_takes_optimiser_steps_where_sums_are_equal(tmp_path, m
     [
         ({"filter": {"kind": "drop", "low": 0.1}}, r"objective\.filter\.low and high bound the mean of the summed"),
         ({"order": {"kind": "category_bandit", "field": "caption"}}, "order 'category_bandit' uses the summed reward"),
-        ({"advantage": {"kind": "smooth_std"}}, "advantage 'smooth_std' remembers the summed reward only"),
+        ({"advantage": {"kind": "smooth_std"}}, "advantage 'smooth_std' only remembers the summed reward"),
     ],
 )
 def test_parts_that_read_the_sum_are_refused_under_gdpo(tmp_path, part, message):

@@ -35,7 +35,7 @@ def test_the_command_shows_a_policy_and_refuses_others(tmp_path, capsys):
     assert main(["train", str(file), "--dry-run", "--gpu-memory", "80"]) == 0
     lines = capsys.readouterr().out.splitlines()
     title = next(line for line in lines if line.startswith("1 GPU, computed for"))
-    assert "4 episodes of 16 steps, 2 observations each, 2 episodes at once" in title
+    assert "4 episodes of 16 steps, 2 observations each, 2 episodes per micro-batch" in title
     assert any(line.split()[:1] == ["acting"] and line.endswith("sampling") for line in lines)
     options = "model.options={folder: none, dtype: float32}"
     assert main(["train", str(file), "--dry-run", "model.kind=openvla", options]) == 2

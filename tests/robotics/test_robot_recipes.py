@@ -288,7 +288,7 @@ def test_episodes_whose_environment_broke_down_are_tried_again(tmp_path, monkeyp
     monkeypatch.setattr(evaluation, "run_episodes", well)
     assert evaluate(entry, config)["held_out/episode/failed/greedy"] == 0
     assert tried == [0, 1, 4, 5]  # whole batches, as without the failures
-    assert "4 of 8 episodes are taken from" in caplog.text
+    assert "4 of 8 episodes were read from" in caplog.text
     files = list((tmp_path / "run" / "episodes").glob("*.jsonl"))
     assert len(files) == 1
     assert [json.loads(line)["index"] for line in files[0].open()] == list(range(8))

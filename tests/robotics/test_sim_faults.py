@@ -50,7 +50,7 @@ def test_each_reason_is_logged_once_with_its_traceback_in_a_file(tmp_path, caplo
         (line,) = [record.getMessage() for record in caplog.records if "hinge" in record.getMessage()]
         assert str(kept) in line
         assert sim.failures.counts == {"raised: ValueError: hinge # broke": 3}
-    assert "3 times in all: raised: ValueError: hinge # broke" in caplog.text
+    assert "3 times in total: raised: ValueError: hinge # broke" in caplog.text
 
 
 def test_memory_is_measured_and_limited():

@@ -180,7 +180,7 @@ def test_an_episode_that_never_begins_is_dropped_and_counted():
 
 
 def test_restarts_without_end_stop_the_run_with_the_last_traceback():
-    message = r"3 restarts without one episode(.|\n)*in reset\n(.|\n)*cannot begin, ever"
+    message = r"3 restarts without one completed episode(.|\n)*in reset\n(.|\n)*cannot begin, ever"
     with SubprocessSim(settings(reset_retries=9, max_restarts=2)) as sim, pytest.raises(RunError, match=message):
         sim.reset(specs("stubborn"))
 

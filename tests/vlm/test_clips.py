@@ -120,7 +120,7 @@ def test_training_and_test_clips_show_other_scans(tmp_path, monkeypatch):
 
 
 def test_numbers_of_digits_that_do_not_fit(tmp_path):
-    with pytest.raises(ValueError, match="3 to 2 digits"):
+    with pytest.raises(ValueError, match="min_digits is 3 and max_digits is 2"):
         build_questions(tmp_path / "a.jsonl", min_digits=3, max_digits=2)
 
 

@@ -131,7 +131,7 @@ def test_given_answers_are_rows_of_their_own(make_recipe, other):
 def test_what_cannot_teach_is_refused(make_recipe, tmp_path, tiny_folders):
     with pytest.raises(ValueError, match="neither path nor prompt"):
         make_recipe(TeacherConfig())
-    with pytest.raises(UserError, match=r"teacher.prompt holds \{solution\}, but question q0 has no column"):
+    with pytest.raises(UserError, match=r"teacher.prompt contains \{solution\}, but question q0 has no column"):
         make_recipe(TeacherConfig(prompt="{question} {solution}"))
     alien = build_tiny_vlm(tmp_path / "alien", family="qwen2_5_vl", corpus=["other words"] * 50)
     with pytest.raises(UserError, match="the same tokenizer"):

@@ -249,8 +249,8 @@ def test_groups_stay_whole_whatever_the_micro_batch(tmp_path, tiny_folders, make
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"answer_template": "{question}"}, r"augmentation\.answer_template is .* must hold \{answer\}"),
-        ({"hint_template": "{question} Hint:"}, r"augmentation\.hint_template .* must hold \{hint\}"),
+        ({"answer_template": "{question}"}, r"augmentation\.answer_template is .* must contain \{answer\}"),
+        ({"hint_template": "{question} Hint:"}, r"augmentation\.hint_template .* must contain \{hint\}"),
         ({"think_end": ""}, r"augmentation\.think_end is empty"),
         ({"hint_max": 1.5}, r"augmentation\.hint_max is 1\.5"),
         ({"noise_max": 0.0}, r"augmentation\.noise_max is 0\.0"),

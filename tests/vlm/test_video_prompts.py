@@ -132,7 +132,7 @@ def test_what_is_wrong_with_a_video_is_named(policies, tmp_path):
     assert caught.value.kind == "unusable_video"
     assert {*kinds.values(), "unusable_video"} == {*VIDEO_ERRORS, "missing_video"}
     content = [{"type": "video"}, {"type": "text", "text": "x"}]
-    with pytest.raises(TaskError, match=r"1 <\|video_pad\|> for 0 videos"):
+    with pytest.raises(TaskError, match=r"1 <\|video_pad\|> tokens for 0 videos"):
         policy.encode(VlmTask("t", [{"role": "user", "content": content}]))
 
 

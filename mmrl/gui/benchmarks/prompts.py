@@ -82,7 +82,7 @@ def preset_of_run(model_path: str) -> PromptPreset:
 
     file = Path(model_path).expanduser() / "config.yaml"
     if not is_file(file):
-        raise UserError(f"prompt.preset=run needs a run folder as model.path, but {model_path} has no config.yaml")
+        raise UserError(f"prompt.preset=run needs a run folder as model.path, but {model_path} contains no config.yaml")
     content: Any = load_omega(file)
     values = content.get("grounding") if isinstance(content, DictConfig) else None
     if not isinstance(values, DictConfig):

@@ -138,7 +138,7 @@ def test_the_command_exports_adapters_for_other_programs(tmp_path, pipeline, for
     config.model = dataclasses.replace(config.model, path=str(pipeline), max_sequence_length=8)
     run = checkpoint_of(config, tmp_path / "run")
     assert main(["export", str(run), "--output", str(tmp_path / "out"), "--lora-format", form]) == 0
-    assert f"load it as {tmp_path}/out/README.md shows" in capsys.readouterr().out
+    assert f"load it as shown in {tmp_path}/out/README.md" in capsys.readouterr().out
     card = (tmp_path / "out/README.md").read_text()
     own = {"diffusers": "pipeline.load_lora_weights(folder)", "kohya": "ComfyUI does, in its folder models/loras"}
     assert own.get(form, "PeftModel.from_pretrained(pipeline.transformer, folder)") in card
@@ -155,6 +155,6 @@ def test_a_format_of_adapters_needs_adapters_of_an_image_model(tmp_path, pipelin
     assert "--lora-format is for adapters, but this run trained whole weights; leave it out" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
     with pytest.raises(
-        UserError, match="--lora-format is for image and video models, not for the recipe sft; language"
+        UserError, match="--lora-format is for image and video models, not for the recipe sft; adapters"
     ):
         export_run(RECIPES["sft"], config, run, tmp_path / "out", form="peft")

@@ -68,7 +68,7 @@ def test_slow_and_absent_servers_raise(chat_server):
     answers.append(0.6)
     with pytest.raises(TimeoutError):
         unified_reward(["a cat"], pictures(1), url=url, timeout_s=0.2)
-    with pytest.raises(RuntimeError, match="cannot be asked"):
+    with pytest.raises(RuntimeError, match="cannot be queried"):
         unified_reward(["a cat"], pictures(1), url="http://127.0.0.1:9/v1", timeout_s=2)
 
 
@@ -121,5 +121,5 @@ def test_an_endless_answer_is_refused(chat_server):
 
     url, answers = chat_server.url, chat_server.answers
     answers += [endless]
-    with pytest.raises(RuntimeError, match="more than 4 MiB"):
+    with pytest.raises(RuntimeError, match="larger than 4 MiB"):
         unified_reward(["a cat"], pictures(1), url=url, timeout_s=60.0)

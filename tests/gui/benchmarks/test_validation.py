@@ -98,7 +98,7 @@ def test_malformed_rows_are_listed_with_number_and_reason(tmp_path):
     for words in (
         "no column bbox",
         "contains '3'",
-        "holds True",
+        "contains True",
         "is blank",
         "no image lost.png",
         "expected an object",
