@@ -206,7 +206,7 @@ def test_options_of_the_engines_are_gone_but_runs_that_stored_them_are_read(tmp_
     for key in ("model.lane=fast", "sampler.lean=false"):
         plain = tmp_path / "plain.yaml"
         plain.write_text("recipe: vlm\nmodel: {path: some}\n", encoding="utf-8")
-        with pytest.raises(UserError, match=rf"the option '{key.split('=')[0]}' is gone: .*; leave it out"):
+        with pytest.raises(UserError, match=rf"the option '{key.split('=')[0]}' was removed: .*; leave it out"):
             load_run(plain, [key, "data.path=rows.jsonl", "output_dir=out"])
     stored = tmp_path / "run" / "config.yaml"
     (stored.parent / "checkpoints").mkdir(parents=True)

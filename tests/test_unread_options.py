@@ -58,7 +58,7 @@ def test_an_option_without_a_reader_is_refused(recipe, needed, option, makes_sen
         {"digirl.lam=0.3": "digirl.advantage=code", "awm.power=0.5": "awm.weighting=t"}.get(option, "seed=0"),
     ]
     fill(find_recipe(recipe).load_defaults(), given, "here")
-    with pytest.raises(UserError, match=f"{option.partition('=')[0].split('.')[-1]}|leave reward out"):
+    with pytest.raises(UserError, match=f"{option.partition('=')[0].split('.')[-1]}|remove reward"):
         fill(find_recipe(recipe).load_defaults(), [*given, option], "here")
     if makes_sense is not None:
         fill(find_recipe(recipe).load_defaults(), [*given, option, makes_sense], "here")

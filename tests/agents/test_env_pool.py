@@ -214,7 +214,7 @@ def test_environments_in_this_process(tmp_path):
             pool.reset(tasks("unknown"))
     for limit in ({"memory_mb": 100.0}, {"step_timeout_s": 5.0}, {"variables": {"A": "1"}}):
         with pytest.raises(
-            UserError, match=rf"{next(iter(limit))} is .*, but nothing .* set environment\.isolate: true"
+            UserError, match=rf"{next(iter(limit))} is .*, but it has no effect .* set environment\.isolate: true"
         ):
             EnvPool(config(isolate=False, **limit))
     with pytest.raises(RunError, match=r"did not start; it raised: OSError: no licence found"):

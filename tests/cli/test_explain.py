@@ -61,7 +61,7 @@ def test_every_recipe_without_a_row_is_explained(name):
 
 
 def test_what_is_in_contrib_says_so_first_with_its_verdict():
-    assert explained("bapo").startswith("contrib: not here\nbapo: BAPO, arXiv 2510.18927")
+    assert explained("bapo").startswith("contrib: no effect within the margin\nbapo: BAPO, arXiv 2510.18927")
     assert explained("hapo").startswith("contrib: not measured\nhapo: ")
     library = {*CATALOGUE, *PREFERENCES, *RECIPES}
     for name in {**ROWS, **all_recipes()}:

@@ -239,7 +239,7 @@ def test_options_of_the_other_kind_are_refused(capsys, words, said):
 def test_a_model_that_is_not_set_up_names_the_command_and_fetches_nothing(shelf):
     with pytest.raises(UserError, match=r"has not been set up in .*; run: mmrl setup smollm2"):
         load_policy(ModelConfig(path="smollm2"))
-    with pytest.raises(UserError, match=r"no model folder smollm3; .*packaged model \(smollm2\)"):
+    with pytest.raises(UserError, match=r"model folder smollm3 not found; .*packaged model \(smollm2\)"):
         resolve_model("smollm3")
 
 

@@ -55,7 +55,7 @@ def test_the_whole_chain_runs_and_a_second_call_repeats_nothing(tmp_path, small,
         assert line.split(name)[1].split()[0] == task
         assert "greedy" in line
         assert "sampled" in line
-        assert " % (" in line
+        assert "% (" in line
     videos = sorted((tmp_path / "demo" / "ppo" / "videos").glob("*.mp4"))
     assert videos
     assert lines[5].endswith(f"({len(videos)} files)")

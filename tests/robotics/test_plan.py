@@ -41,7 +41,7 @@ def test_the_command_shows_a_policy_and_refuses_others(tmp_path, capsys):
     assert main(["train", str(file), "--dry-run", "model.kind=openvla", options]) == 2
     assert "these can be planned without a folder: openvla/openvla-7b" in capsys.readouterr().err
     assert main(["train", str(file), "--dry-run", "model.kind=lerobot", "model.options={folder: none}"]) == 0
-    assert "no plan for a policy of model.kind lerobot" in capsys.readouterr().out
+    assert "no memory plan for a policy of model.kind lerobot" in capsys.readouterr().out
 
 
 def test_a_world_model_has_its_average_and_no_reference(tmp_path):

@@ -341,7 +341,7 @@ def test_a_noise_is_that_of_its_control_step():
     ("given", "problem"),
     [
         ({"friction": [1.4, 0.6]}, "randomization.friction is [1.4, 0.6]; the first number must be the smaller one"),
-        ({"mass": [0.0, 1.0]}, "mass is [0.0, 1.0]; must be a list of 2, each positive, in shares"),
+        ({"mass": [0.0, 1.0]}, "mass is [0.0, 1.0]; must be a list of 2, each positive, in fractions"),
         ({"mass": [0.5]}, "must be a list of 2"),
         ({"action_delay": [0, 99]}, "in control steps"),
         ({"camera": {"position_m": -1.0}}, "camera.position_m is -1.0; must be at least 0, in m"),

@@ -245,9 +245,9 @@ def test_tasks_that_cannot_be_used_are_left_out_as_in_one_process():
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"versions": {"torch": "0.1"}}, r"has torch .*, the training process 0\.1; install one"),
-        ({"versions": {"mujoco": "99"}}, "the training process 99"),
-        ({"folder": "/no/such/folder"}, "no folder /no/such/folder, in which the run was started"),
+        ({"versions": {"torch": "0.1"}}, r"has torch .*, but the training process has 0\.1; install the same version"),
+        ({"versions": {"mujoco": "99"}}, "the training process has 99"),
+        ({"folder": "/no/such/folder"}, "does not have the folder /no/such/folder, in which the run was started"),
         ({"frozen": 1}, "different frozen weights from the model of the training process"),
     ],
 )
@@ -358,7 +358,9 @@ def test_processes_that_could_not_use_workers_are_refused_by_name(monkeypatch):
     monkeypatch.setattr("mmrl.training.ray_rollers.merge_lists", lambda *_: ["host-a", "host-b"])
     with pytest.raises(UserError, match=r"rollers\.workers is 1; with 2 processes it must be at least that many"):
         check_processes(RollersConfig(engine="ray", workers=1, address="auto"), two)
-    with pytest.raises(UserError, match=r"processes on host-a, host-b, and a Ray .* is only on host-a; .*address=auto"):
+    with pytest.raises(
+        UserError, match=r"processes on host-a, host-b, but a Ray .* only runs on host-a; .*address=auto"
+    ):
         check_processes(RollersConfig(engine="ray"), two)
     check_processes(RollersConfig(engine="ray", address="auto"), two)
     check_processes(RollersConfig(workers=1), two)

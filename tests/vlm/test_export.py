@@ -128,7 +128,7 @@ def test_export_is_refused_where_something_is_wrong(tmp_path, tiny_folders, caps
         assert main(["export", str(run), *words]) == 2
         return capsys.readouterr().err
 
-    assert "has no checkpoint of step 7; there are: 1" in refused("--step", "7")
+    assert "has no checkpoint of step 7; available: 1" in refused("--step", "7")
     (tmp_path / "full").mkdir()
     (tmp_path / "full/mine").write_text("")
     assert "exists; choose another --output" in refused("--output", str(tmp_path / "full"))

@@ -374,7 +374,7 @@ def test_a_data_set_without_the_columns_names_them(tmp_path, tiny_folders):
     [
         ({"trainer.micro_batch": 1}, "use at least 2"),
         ({"chosen_key": "rejected"}, "both 'rejected'"),
-        ({"objective.preset": "grpo"}, "no preference objective 'grpo'"),
+        ({"objective.preset": "grpo"}, "unknown preference objective 'grpo'"),
         (
             {"objective.loss": {"kind": "none"}, "objective.likelihood": {"coef": 1.0, "kind": "nll"}},
             "has no reference",

@@ -84,7 +84,7 @@ def test_without_answers_an_own_reward_is_called_with_an_empty_response(folder, 
     ("words", "said"),
     [
         (["data.answer_key=label"], "data.answer_key is 'label', but the columns are question, image, answer"),
-        (["rewards=[{name: exat}]"], "there is no reward 'exat'; did you mean 'exact'"),
+        (["rewards=[{name: exat}]"], "unknown reward 'exat'; did you mean 'exact'"),
     ],
 )
 def test_what_cannot_be_used_is_an_error(folder, capsys, words, said):

@@ -300,7 +300,7 @@ def test_truncated_checkpoint_is_refused_with_advice(tmp_path, tiny_folders):
     state = run_dir / "checkpoints/step-000002/state.pt"
     state.write_bytes(state.read_bytes()[:100])
     config.trainer.steps = 3
-    with pytest.raises(UserError, match=r"state\.pt has 100 bytes instead of \d+; step 1 is whole"):
+    with pytest.raises(UserError, match=r"state\.pt has 100 bytes instead of \d+; step 1 is intact"):
         train(RECIPES["vlm"], config, resume=True)
 
 

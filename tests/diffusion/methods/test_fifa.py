@@ -127,7 +127,7 @@ def test_what_is_missing_is_named():
     scored = ImagePair("row 3", "x 1", lambda: GREY, lambda: GREY, {"score_chosen": 1.0, "score_rejected": 0.0})
     with pytest.raises(UserError, match=r"no text_quality, which filter\.alpha=0\.5 needs"):
         select_pairs([scored], PairFilterConfig(kind="fifa", keep=1), line)
-    with pytest.raises(UserError, match=r"filter\.quality: there is no module 'nowhere'"):
+    with pytest.raises(UserError, match=r"filter\.quality: module 'nowhere' not found"):
         select_pairs([scored], PairFilterConfig(kind="fifa", keep=1, quality="nowhere:f"), line)
     for options in ({"kind": "fifa"}, {"keep": 3}):
         with pytest.raises(ValueError, match="set both or neither"):

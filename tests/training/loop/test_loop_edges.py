@@ -42,7 +42,7 @@ def test_every_pass_of_a_step_runs_in_the_same_precision(make_trainer, monkeypat
 def test_cause_of_a_nan_gradient_is_the_parameter_that_has_it(make_trainer, tmp_path):
     trainer = make_trainer("nan", on_nonfinite="stop", max_grad_norm=1.0)
     trainer.policy.shared.register_hook(lambda gradient: gradient * float("nan"))
-    with pytest.raises(RunError, match="gradient of shared has 4 of 4"):
+    with pytest.raises(RunError, match="4 of 4 entries of gradient of shared"):
         trainer.train_step()
 
 
@@ -63,7 +63,7 @@ def test_cause_in_a_recipes_own_tensor_is_named(make_trainer, monkeypatch):
 
     monkeypatch.setattr(trainer.recipe, "loss", weighted)
     monkeypatch.setattr(trainer.recipe, "advantages", with_own_tensor)
-    with pytest.raises(RunError, match=r"rollouts\.extras\['own'\] has 1 of 12 .* first at \[2\]"):
+    with pytest.raises(RunError, match=r"1 of 12 entries of rollouts\.extras\['own'\] .* first at \[2\]"):
         trainer.train_step()
 
 

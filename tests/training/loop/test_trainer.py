@@ -148,7 +148,7 @@ def test_nan_loss_is_named_saved_and_skipped_or_stops(make_trainer, policy, tmp_
 def test_too_many_skipped_steps_stop_the_run(make_trainer, monkeypatch):
     monkeypatch.setattr(update, "MAX_NONFINITE", 0)
     trainer = make_trainer(poison_step=0)
-    with pytest.raises(RunError, match="step 1 skipped, more than 0"):
+    with pytest.raises(RunError, match="1 optimiser steps have been skipped, more than 0"):
         trainer.train_step()
 
 

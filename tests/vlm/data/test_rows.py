@@ -153,8 +153,8 @@ def test_the_options_of_a_data_set_come_after_those_of_a_row(folder):
 @pytest.mark.parametrize(
     ("video", "kind", "message"),
     [
-        ("none.mp4", "missing_video", "no video file"),
-        (["red.png", "none.png"], "missing_image", "no image file"),
+        ("none.mp4", "missing_video", "video file none.mp4 not found"),
+        (["red.png", "none.png"], "missing_image", "image file none.png not found"),
         (7, "bad_video", "a video is a int"),
         ({"fps": 2}, "bad_video", "a mapping with fps"),
         ({"path": "a.mp4", "speed": 2}, "bad_video", "an unknown option 'speed'; available: fps, nframes"),
@@ -326,7 +326,7 @@ def test_text_only_can_be_allowed_or_forbidden(folder):
         ({"path": "unanswered.jsonl"}, "no answer column"),
         ({"path": "two.jsonl"}, "both an image and an images column"),
         ({"path": "."}, "save_to_disk"),
-        ({"path": "data.jsonl", "split": "test"}, r"data\.split is 'test', but data.jsonl is one split"),
+        ({"path": "data.jsonl", "split": "test"}, r"data\.split is 'test', but data.jsonl is a single split"),
         ({"path": "data.jsonl", "subset": "b"}, r"data\.subset is 'b', but data.jsonl is not on the hub"),
         ({"path": ".", "subset": "b"}, r"data\.subset is 'b'"),
     ],
@@ -381,14 +381,14 @@ def problem_of(row, **options):
 @pytest.mark.parametrize(
     ("change", "kind", "part"),
     [
-        ({"problem": "<image>half a \ud83d smile"}, "invalid_json", "column 'problem' holds U+D83D"),
+        ({"problem": "<image>half a \ud83d smile"}, "invalid_json", "column 'problem' contains U+D83D"),
         ({"answer": "\udc00"}, "invalid_json", "a lone surrogate"),
         ({"info": {"deep": ["\ud800"]}}, "invalid_json", "column 'info'"),
         ({"\ud800": 1}, "invalid_json", "U+D800"),
         ({"images": ["x" * 300 + ".png"]}, "missing_image", "too long for a file path"),
         ({"images": [base64.b64encode(png(size=(90, 90))).decode()]}, "missing_image", "data:image/png;base64,"),
-        ({"images": ["a\0b.png"]}, "missing_image", "there is no image file"),
-        ({"images": ["~nobody-of-this-name/a.png"]}, "missing_image", "there is no image file"),
+        ({"images": ["a\0b.png"]}, "missing_image", "b.png not found"),
+        ({"images": ["~nobody-of-this-name/a.png"]}, "missing_image", "a.png not found"),
         ({"problem": "<image>" + "word " * 120_000}, "long_prompt", "600000 characters, more than 200000"),
     ],
 )
