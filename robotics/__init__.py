@@ -1,6 +1,6 @@
 """Robots: simulation, vision-language-action policies, and training from the policies' own successes.
 
-    from robotics import RobotGrpoConfig, TabletopBatch, train_robot
+    from robotics import ModuleAdapter, RobotGrpoConfig, TabletopBatch
 
 The rooms are `robotics.sim` (MuJoCo scenes, Gymnasium environments, workers, rendering), `robotics.data` (the format
 LeRobotDataset v3), `robotics.methods` (cloning, GRPO, PPO, SRPO), `robotics.serving` (a policy behind a websocket) and
@@ -28,7 +28,6 @@ _NAMES = {
     "robotics.methods.latents": ("LatentConfig", "make_latent"),
     "robotics.methods.ppo": ("RobotPpoConfig", "RobotPpoRecipe"),
     "robotics.methods.progress": ("ProgressSettings", "progress_rewards"),
-    "robotics.methods.robot_recipe": ("train_robot",),
     "robotics.methods.srpo": ("SrpoConfig", "SrpoRecipe"),
     "robotics.methods.video_encoder": ("VideoEncoder", "train_video_encoder"),
     "robotics.policies.base.action_tokens": ("RowGenerators", "draw_rows"),

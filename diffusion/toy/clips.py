@@ -8,7 +8,6 @@ at all shifts and asks a network that was fitted to other scans.
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 from collections.abc import Callable, Sequence
 from itertools import pairwise
@@ -63,17 +62,6 @@ def moving_digit_judge(prompts: Sequence[str], completions: Clips, **_: Any) -> 
     """Give the product of digit and direction, as judged by a network and by the best match of neighbouring frames."""
     shapes, ways = _shapes("judge", prompts, completions), _ways(_matched_step, prompts, completions)
     return [shape * way for shape, way in zip(shapes, ways, strict=True)]
-
-
-def shuffled_moving_digit(prompts: Sequence[str], completions: Clips, **_: Any) -> list[float]:
-    """Give the values of `moving_digit`, shuffled among the clips: a control without a signal."""
-    return shuffled(moving_digit(prompts, completions), completions)
-
-
-def shuffled(values: Sequence[Value], completions: Clips) -> list[Value]:
-    """Shuffle the rewards of images or clips, with a seed that only depends on their pixels."""
-    digest = hashlib.blake2b(b"".join(clip.tobytes() for clip in completions), digest_size=8).digest()
-    return [values[row] for row in np.random.default_rng(int.from_bytes(digest)).permutation(len(values))]
 
 
 def build_prompts(path: str) -> Path:

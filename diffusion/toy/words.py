@@ -1,4 +1,4 @@
-"""Short words to draw: images for pre-training, prompts, a held-out judge, and a control with shuffled rewards.
+"""Short words to draw: images for pre-training, prompts and a held-out judge.
 
 A picture is one line of 32 x 16 pixels with a word of three letters, white on black. The reward is
 `diffusion.rewards.ocr` with `whole_line`; the held-out judge compares pixels with drawings of the word, so that strokes
@@ -19,8 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageFont
 
-from diffusion.rewards.ocr import ocr, quoted_text
-from diffusion.toy.clips import shuffled
+from diffusion.rewards.ocr import quoted_text
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
 
@@ -45,11 +44,6 @@ def word_match(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]],
     """
     pairs = zip(prompts, completions, strict=True)
     return [max(float((_drawings(_word(prompt)) @ _standardised(image)).max()), 0.0) for prompt, image in pairs]
-
-
-def shuffled_ocr(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **_: Any) -> list[float | None]:
-    """Give the values of `ocr` for whole lines, shuffled among the images: a control without a signal."""
-    return shuffled(ocr(prompts, completions, whole_line=True), completions)
 
 
 def draw_word(word: str, font: str, shift: tuple[int, int] = (0, 0)) -> NDArray[np.uint8]:

@@ -90,6 +90,13 @@ class EpisodeRewards:
         self._sum.close()
 
 
+def episode_return(
+    prompts: Sequence[Any], completions: Sequence[Any], environment_reward: Sequence[float], **columns: Any
+) -> list[float]:
+    """The environment's reward of each episode as a reward term, for example with `shuffle` as a control."""
+    return list(environment_reward)
+
+
 def _columns(episodes: Sequence[Episode]) -> dict[str, list[Any]]:
     """The entries of the tasks, the tokens that the agent wrote, and what the environment gave."""
     tokens = [episode.trajectory.sampled_ids for episode in episodes]

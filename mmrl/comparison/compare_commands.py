@@ -15,16 +15,13 @@ def compare(args: argparse.Namespace) -> int:
     if not args.experiment.is_file():
         raise UserError(f"experiment file not found: {args.experiment}")
     _check_at_least_one("jobs", args.jobs)
-    from mmrl.comparison.run import run_experiment, say
+    from mmrl.comparison.run import planned, run_experiment, say
 
+    output = args.output or Path("runs") / args.experiment.stem
     if args.plan:
-        from mmrl.comparison.experiment import load_experiment
-        from mmrl.comparison.plans import plan_lines
-
-        for line in plan_lines(load_experiment(args.experiment)):
+        for line in planned(args.experiment, output, args.allow):
             say(line)
         return 0
-    output = args.output or Path("runs") / args.experiment.stem
     args.run_dir = output
     options = {"jobs": args.jobs, "only_report": args.only_report, "allow": args.allow}
     folder = run_experiment(args.experiment, output, **options)
@@ -63,7 +60,9 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--jobs", metavar="N", type=int, help="number of parallel runs; default: set in the file")
     parser.add_argument(
-        "--plan", action="store_true", help="print the number of runs and their CPU hours without running them"
+        "--plan",
+        action="store_true",
+        help="check every configuration and print the number of runs and CPU hours, without running them",
     )
     parser.add_argument("--only-report", action="store_true", help="only summarise runs that have finished")
     add_allow_argument(parser)

@@ -284,6 +284,14 @@ def run_experiment(
     return folder
 
 
+def planned(path: Path, output_dir: Path, allow: Sequence[str] | None = None) -> list[str]:
+    """Read every configuration of an experiment file, and return what its runs would cost."""
+    experiment = load_experiment(path)
+    with restricted(None if allow is None else _allowed_code(experiment, path, output_dir, allow)):
+        _checked_configurations(experiment, output_dir)
+    return list(plan_lines(experiment))
+
+
 def _allowed_code(
     experiment: ExperimentConfig, path: Path, folder: Path, allow: Sequence[str]
 ) -> Collection[str] | None:

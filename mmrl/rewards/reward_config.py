@@ -61,6 +61,10 @@ class RewardConfig:
     failing ones, and then all others in one call. independent: each row is passed separately, distributed over the
     workers. together: always all rows, for functions that compare them."""
 
+    shuffle: bool = rare(False)
+    """Control experiment: pay each response the value of another one that is scored in the same call, so that the
+    term carries no signal. Metrics report the true values."""
+
     chat: bool | None = rare(None)
     """Pass prompts and completions as lists of chat turns (true) or as text (false). Default: the same format as the
     dataset's questions, like TRL."""

@@ -7,8 +7,11 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import field_problems
@@ -430,7 +433,9 @@ class RewardSum:
             self.check_columns(list(columns))
             self._checked = frozenset(columns)
         outcomes = {term.config.name: term.score(batch) for term in self._terms}
-        return _combine(outcomes, {term.config.name: term.config.weight for term in self._terms})
+        shuffled = {term.config.name for term in self._terms if term.config.shuffle}
+        paid = {name: _shuffled(row, batch) if name in shuffled else row for name, row in outcomes.items()}
+        return _combine(outcomes, paid, {term.config.name: term.config.weight for term in self._terms})
 
     def close(self) -> None:
         """Stop the worker processes."""
@@ -472,7 +477,24 @@ def _make_batch(
     return Batch(list(prompts), list(completions), {name: list(values) for name, values in columns.items()}, state)
 
 
-def _combine(outcomes: Mapping[str, list[RewardOutcome]], weights: Mapping[str, float]) -> RewardResult:
+def _shuffled(outcomes: Sequence[RewardOutcome], batch: Batch) -> list[RewardOutcome]:
+    """The values in another order, drawn from a digest of the responses; rows without a value stay as they are."""
+    if all(hasattr(response, "tobytes") for response in batch.completions):  # images
+        content = b"".join(response.tobytes() for response in batch.completions)
+    else:
+        content = repr(batch.completions).encode()
+    draws = np.random.default_rng(int.from_bytes(blake2b(content, digest_size=8).digest()))
+    rows = [row for row, outcome in enumerate(outcomes) if isinstance(outcome, int | float)]
+    found = list(outcomes)
+    for row, other in zip(rows, draws.permutation(len(rows)), strict=True):
+        found[row] = outcomes[rows[other]]
+    return found
+
+
+def _combine(
+    outcomes: Mapping[str, list[RewardOutcome]], paid: Mapping[str, list[RewardOutcome]], weights: Mapping[str, float]
+) -> RewardResult:
+    """Report the outcomes as they are, and sum what is paid, which differs for shuffled terms."""
     errors: Counter[str] = Counter()
     examples: dict[str, str] = {}
     traces: dict[str, str] = {}
@@ -486,7 +508,7 @@ def _combine(outcomes: Mapping[str, list[RewardOutcome]], weights: Mapping[str, 
                 if value.trace:
                     traces.setdefault(key, value.trace)
     terms = {name: [_number(value) for value in values] for name, values in outcomes.items()}
-    rows = list(zip(*outcomes.values(), strict=True))
+    rows = list(zip(*paid.values(), strict=True))
     total = [_row_total(row, list(weights.values())) for row in rows]
     # a row to which no reward applies is unscored, not 0
     unscored = sum(all(value is None for value in row) for row in rows)

@@ -106,6 +106,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def __init__(self, config: BaseRunConfig) -> None:
         self.config: Any = config
+        if any(term.shuffle for term in getattr(config, "rewards", ())):
+            self.scores_apart = False  # the values of all tasks are shuffled
         self.parts: dict[str, Stateful] = {}
         """Objects whose state is saved in checkpoints, by name."""
         # before data and model, so that stages can refuse data that they cannot use

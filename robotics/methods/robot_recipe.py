@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -32,7 +31,6 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
-from mmrl.recipes import RecipeEntry, find_recipe
 from mmrl.rewards.reward_loading import source_digest
 from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
@@ -41,7 +39,6 @@ from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Recipe, Step, opening
-from mmrl.training.run import train
 from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts
 from robotics.episodes.episode_evaluation import PROTOCOLS, ReplayVideos, RobotEvaluationConfig, RobotMeasure
@@ -520,39 +517,3 @@ def _check_usable(rollouts: Rollouts) -> None:
         reasons = sorted({reason for reason in payload.reasons if reason})
         reason = "; ".join(reasons) or "no reason given"
         raise NoUsableTasksError(f"every group had a failed environment: {reason}", rollouts)
-
-
-def train_robot(
-    config: RobotConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None, *, resume: bool = False
-) -> Path:
-    """Train a robot policy.
-
-    Args:
-        config: the run; `config.recipe` names the method.
-        policy: trained instead of `config.model`; wrap any other module in a `ModuleAdapter`.
-        sim: used instead of `config.sim`, and closed at the end.
-        resume: continue the run in `config.output_dir`.
-
-    Returns:
-        The run folder.
-
-    Raises:
-        UserError: the configuration is wrong, or policy and simulator do not fit together.
-        RunError: the run failed; its results so far are kept.
-    """
-    config.validate()
-    entry = find_recipe(config.recipe)
-    given = {name: value for name, value in (("policy", policy), ("sim", sim)) if value is not None}
-    return train(_GivenEntry(entry, given), config, resume=resume)
-
-
-@dataclasses.dataclass(frozen=True)
-class _GivenEntry:
-    """A recipe entry whose recipe is built with the given policy and simulator."""
-
-    entry: RecipeEntry
-    objects: dict[str, Any]
-
-    def load_recipe_class(self) -> Any:
-        recipe: Any = self.entry.load_recipe_class()
-        return partial(recipe, **self.objects)

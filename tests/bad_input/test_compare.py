@@ -38,6 +38,7 @@ def test_compare_with_a_bad_experiment_file(old, new, message, lab, refused):
     assert old in EXPERIMENT
     path.write_text(EXPERIMENT.replace(old, new))
     assert message in refused("compare", path, "--output", lab.folder / "compared")
+    assert message in refused("compare", path, "--output", lab.folder / "compared", "--plan")
     assert not (lab.folder / "compared").exists()
 
 

@@ -2,6 +2,7 @@ import math
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from mmrl.errors import UserError
@@ -298,3 +299,35 @@ def test_a_score_without_its_sum_is_an_error_of_the_row():
     result = rewards.score(["q"], ["a"], {"answer": ["a"]})
     assert result.errors == {"bad/raised": 1}
     assert "overall" in result.examples["bad/raised"]
+
+
+def test_a_shuffled_term_pays_the_true_values_in_another_order():
+    def value(prompts, completions, **columns):
+        return [None if text == "0" else float(text) for text in completions]
+
+    texts = [str(number) for number in range(16)]
+    terms = [RewardConfig(name="value", shuffle=True), RewardConfig(name="half", function="value", weight=0.0)]
+    scorer = RewardSum(terms, functions={"value": value})
+    found, again = (scorer.score([""] * 16, texts, {}) for _ in range(2))
+    assert found.terms["value"][1:] == [float(text) for text in texts[1:]]
+    assert math.isnan(found.terms["value"][0])
+    # a row without a value stays without one
+    assert math.isnan(found.total[0])
+    assert sorted(found.total[1:]) == found.terms["value"][1:] != found.total[1:] == again.total[1:]
+    # other responses, another order
+    assert scorer.score([""] * 16, [*texts[:-1], "15.0"], {}).total[1:] != found.total[1:]
+
+
+def test_the_values_of_images_are_shuffled_by_their_pixels():
+    images = [np.full((8, 8, 3), level, np.uint8) for level in range(16)]
+    scorer = RewardSum(
+        [RewardConfig(name="level", shuffle=True)],
+        functions={"level": lambda prompts, completions, **_: [float(image.max()) for image in completions]},
+    )
+    total = scorer.score([""] * 16, images, {}).total
+    assert sorted(total) == [float(level) for level in range(16)] != total
+    # a pixel is enough for another order
+    images[15][3, 3, 0] = 0
+    other = scorer.score([""] * 16, images, {}).total
+    assert sorted(other) == sorted(total)
+    assert other != total

@@ -34,7 +34,7 @@ def example(tmp_path):
     """A folder with the files that the docs show."""
     names = r"my_robot\.py|my_training\.py|my_robot\.yaml"
     blocks = re.findall(rf"```(?:python|yaml)\n# ({names})\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.S)
-    assert [name for name, _ in blocks] == ["my_robot.py", "my_training.py", "my_robot.yaml"]
+    assert {name for name, _ in blocks} == {"my_robot.py", "my_training.py", "my_robot.yaml"}
     for name, text in blocks:
         (tmp_path / name).write_text(text, encoding="utf-8")
     return tmp_path
@@ -64,7 +64,7 @@ def test_the_example_of_the_docs_runs_from_the_command_line_and_its_folder_can_b
     moved = example / "elsewhere"
     (example / "runs" / "my-robot").rename(moved)
     said = run(example, "-m", "mmrl.cli", "evaluate", "elsewhere")
-    assert "20 of 20 episodes are taken from" in said  # those of the last evaluation of the run
+    assert "20 of 20 episodes were read from" in said  # those of the last evaluation of the run
     assert not (example / "runs" / "my-robot").exists()
 
 

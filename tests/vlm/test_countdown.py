@@ -6,7 +6,7 @@ import pytest
 
 from mmrl.runs.records import read_jsonl
 from mmrl.vlm.data.dataset import DataConfig, load_tasks
-from mmrl.vlm.toy.countdown import build_pairs, build_problems, evaluate, shuffled_solves, solves
+from mmrl.vlm.toy.countdown import build_pairs, build_problems, evaluate, solves
 
 
 def score(texts, numbers="3 7 12", target=33):
@@ -85,12 +85,3 @@ def test_long_texts_end_quickly():
     assert evaluate("(" * 99 + "1" + ")" * 99) == (Fraction(1), [1])
     with pytest.raises(ValueError, match="not an expression"):
         evaluate("9*" * 200 + "9")
-
-
-def test_the_control_shuffles_the_rewards():
-    texts = [f"<answer>{left}*{right}</answer>" for left in range(8) for right in range(8)]
-    columns = {"numbers": ["3 4"] * 64, "target": [12] * 64}
-    plain, mixed = solves([""] * 64, texts, **columns), shuffled_solves([""] * 64, texts, **columns)
-    assert sum(plain) == sum(mixed) == 2
-    assert mixed != plain
-    assert mixed == shuffled_solves([""] * 64, texts, **columns)

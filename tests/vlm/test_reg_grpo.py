@@ -28,7 +28,6 @@ from mmrl.vlm.methods.augmentation import (
     rewrite_question,
 )
 from mmrl.vlm.methods.reg_grpo import RegGrpoConfig, RegGrpoRecipe
-from mmrl.vlm.toy.countdown import shuffled_environment, shuffled_exact
 from mmrl.vlm.vlm_config import VlmConfig
 from mmrl.vlm.vlm_recipe import VlmRecipe
 from tests.vlm.builders import make_task
@@ -293,15 +292,3 @@ def test_noise_on_the_frames_of_a_video(tmp_path):
     assert times == other
     assert torch.equal(shown, again)
     assert float((shown - plain).std()) / 255 == pytest.approx(0.1, rel=0.1)
-
-
-def test_shuffled_rewards_are_those_of_exact_in_another_order():
-    texts = [f"<answer>{number}</answer>" for number in (1, 2, 3, 4, 5, 6, 7, 8)]
-    answers = ["1", "2", "3", "4", "0", "0", "0", "0"]
-    shuffled = shuffled_exact([""] * 8, texts, answer=answers)
-    assert sorted(shuffled) == [0.0] * 4 + [1.0] * 4
-    assert shuffled == shuffled_exact([""] * 8, texts, answer=answers)
-    given = [float(number) for number in range(8)]
-    moved = shuffled_environment([""] * 8, texts, environment_reward=given)
-    assert sorted(moved) == given != moved
-    assert shuffled != [1.0] * 4 + [0.0] * 4

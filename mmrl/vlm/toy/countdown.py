@@ -7,7 +7,6 @@ checks: its numbers, its value. Training and held-out problems are disjoint, reg
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import operator
 import re
@@ -20,27 +19,7 @@ from typing import Any
 import numpy as np
 
 from mmrl.files import write_atomically
-from mmrl.rewards.answers import Chat, exact_reward, read_answer
-
-
-def shuffled_exact(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
-    """The rewards of `exact`, shuffled among the responses of the same batch."""
-    return shuffled(exact_reward(prompts, completions, **columns), completions)
-
-
-def shuffled_environment(
-    prompts: Sequence[Chat], completions: Sequence[Chat], environment_reward: Sequence[float], **columns: Any
-) -> list[float]:
-    """The environment's rewards, shuffled among the episodes of the same step."""
-    return shuffled(environment_reward, completions)
-
-
-def shuffled(rewards: Sequence[float], completions: Sequence[Chat]) -> list[float]:
-    """Rewards in an order that follows from the completions."""
-    digest = hashlib.blake2b(repr(list(completions)).encode(), digest_size=8).digest()
-    order = np.random.default_rng(int.from_bytes(digest)).permutation(len(rewards))
-    return [rewards[index] for index in order]
-
+from mmrl.rewards.answers import Chat, read_answer
 
 LARGEST_VALUE = 99
 """Maximum number in a worked answer."""
@@ -157,11 +136,6 @@ def length(
 ) -> list[float]:
     """Tokens of the responses as a fraction of `longest`."""
     return [number / longest for number in completion_lengths]
-
-
-def shuffled_solves(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
-    """The rewards of `solves`, shuffled among the responses of the same batch: a control without a learning signal."""
-    return shuffled(solves(prompts, completions, **columns), completions)
 
 
 def evaluate(expression: str) -> tuple[Fraction, list[int]]:

@@ -15,7 +15,6 @@ import numpy as np
 
 from mmrl.files import write_atomically
 from mmrl.rewards.answers import Chat, completion_text
-from mmrl.vlm.toy.countdown import shuffled
 
 WOMEN = (
     "Anna Carla Emma Grace Ivy Karen Mona Olga Rosa Tina Vera Xenia Zoe Alice Chloe Elena Gina Irene Kate Maria Nina "
@@ -134,11 +133,6 @@ def person_json(
 def person_exact(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
     """Give 1 to an object that `person_json` gives 1, else 0."""
     return [float(score == 1.0) for score in person_json(prompts, completions, **columns)]
-
-
-def shuffled_person(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
-    """The rewards of `person_json`, shuffled among the responses of the same batch."""
-    return shuffled(person_json(prompts, completions, **columns), completions)
 
 
 def _parsed(text: str) -> dict[str, Any]:

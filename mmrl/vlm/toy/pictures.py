@@ -27,7 +27,6 @@ from PIL import Image, ImageDraw
 
 from mmrl.rewards.answers import Chat, completion_text, without_prompt
 from mmrl.vlm.data.dataset import write_media_rows
-from mmrl.vlm.toy.countdown import shuffled
 from mmrl.vlm.toy.digits import scan_pool, scans_and_labels
 
 SIDE_PX = 64
@@ -242,11 +241,6 @@ def names_answer(
         words = set(re.findall(r"\w+", without_prompt(completion_text(said), asked).lower()))
         rewards.append(float(words & {right.lower(), *ANSWERS.get(about, ())} == {right.lower()}))
     return rewards
-
-
-def shuffled_names_answer(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
-    """The rewards of `names_answer`, shuffled among the responses of the same batch: a control without a signal."""
-    return shuffled(names_answer(prompts, completions, **columns), completions)
 
 
 @dataclass

@@ -15,7 +15,6 @@ from typing import Any
 
 from mmrl.files import write_atomically
 from mmrl.rewards.answers import Chat, completion_text
-from mmrl.vlm.toy.countdown import shuffled
 
 TOPICS = (
     "the sea, a cat, winter, coffee, trains, the moon, a garden, music, bread, mountains, a bicycle, rain, a library, "
@@ -129,8 +128,3 @@ def follows_rules(
         kept = [RULES[name][1](text, value) for name, value in zip(names, given, strict=True)]
         scores.append(sum(kept) / len(kept) if sound else 0.0)
     return scores
-
-
-def shuffled_rules(prompts: Sequence[Chat], completions: Sequence[Chat], **columns: Any) -> list[float]:
-    """The rewards of `follows_rules`, shuffled among the responses of the same batch."""
-    return shuffled(follows_rules(prompts, completions, **columns), completions)

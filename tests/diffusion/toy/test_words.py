@@ -5,7 +5,7 @@ import pytest
 
 from diffusion.data.captioned_images import ImageDataConfig, load_images
 from diffusion.toy import words
-from diffusion.toy.words import CAPTIONS, WORDS, build_images, build_prompts, draw_words, shuffled_ocr, word_match
+from diffusion.toy.words import CAPTIONS, WORDS, build_images, build_prompts, draw_words, word_match
 from mmrl.errors import UserError
 
 
@@ -33,16 +33,6 @@ def test_a_drawing_matches_its_own_word_best():
 def test_a_prompt_without_a_word_is_refused():
     with pytest.raises(UserError, match="'the word' has no word in double quotes"):
         word_match(["the word"], [draw_words()[0]])
-
-
-def test_shuffled_values_are_those_of_the_reader_in_another_order(monkeypatch):
-    values = [float(row) for row in range(8)]
-    monkeypatch.setattr(words, "ocr", lambda prompts, completions, whole_line: values)
-    images = list(draw_words()[:8])
-    found = shuffled_ocr(CAPTIONS[:8], images)
-    assert found != values
-    assert sorted(found) == values
-    assert shuffled_ocr(CAPTIONS[:8], images) == found
 
 
 def test_prompts_and_pictures_are_written_with_each_word_as_often(tmp_path):
