@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from functools import cache
 from pathlib import Path
 
+from mmrl.cli import explain
 from mmrl.cli.explain import ROWS, golden_sources, part_sources, places, usage
 from mmrl.cli.listings import configurations, markdown_table
 from mmrl.cli.papers import papers_of, status_of
@@ -22,6 +23,7 @@ from mmrl.comparison.reproduce import evidence_of, findings_by_subject, measured
 from mmrl.core.catalogue import CATALOGUE, PREFERENCES
 from mmrl.core.objectives.objective import Objective
 from mmrl.core.objectives.pairwise import PreferenceObjective
+from mmrl.entries import load_target
 from mmrl.recipes import RECIPES, all_recipes, contrib_recipes
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -37,10 +39,16 @@ TASKS = {
     "robotics": "robots",
 }
 """Package of a recipe to what it trains on."""
-DOMAINS = {"language": "vision-language, text", "agents": "agents", "images": "images, videos", "robots": "robots"}
-"""Domain of an objective to the same words."""
+DOMAINS = {domain.name: domain.trains for domain in explain.DOMAINS}
 TITLES = {"diffusion_dpo": "Diffusion-DPO", "grpo": "GRPO", "vlm": "Any objective on a (vision-)language model"}
 """Titles of pages whose first paper is another one."""
+TERMS = {
+    "papo": ("mmrl.vlm.methods.papo:Perception", "settings", "papo"),
+    "reg_grpo": ("mmrl.vlm.methods.reg_grpo:Augmentation", "settings", "augmentation"),
+    "arpo": ("mmrl.agents.methods.arpo:Replay", "config", "replay"),
+    "awm": ("diffusion.matching.awm_loss:AwmLoss", "settings", "awm"),
+}
+"""Recipe to the part that adds to the objective, its attribute of settings, and their section of the configuration."""
 NOT_MEASURED = "not measured"
 
 
@@ -148,7 +156,8 @@ def page(name: str) -> str:
     parts.append(markdown_table(("method", f"`{name}`"), [(head, text) for head, text in facts if text]))
     parts += [f"\n## When to use it\n\n{_when(name)}", f"\n## Configuration\n\n{_configuration(name)}"]
     if row is not None:
-        parts.append(f"\n## Formula\n\n{formula(row.describe())}\n\n")
+        parts.append(f"\n## Formula\n\n{formula(row.describe())}\n")
+        parts.append(f"{formula(chr(10) + added)}\n\n" if (added := _added(name)) else "\n")
         if isinstance(row, Objective):
             parts.append(
                 "A<sub>it</sub> is the advantage of decision t of sample i, r<sub>it</sub> the importance ratio. "
@@ -159,6 +168,17 @@ def page(name: str) -> str:
     parts.append(f"\n## Results\n\n{_results(name)}")
     parts.append(f"\n## How it was checked\n\n{_checked(name)}")
     return "".join(parts)
+
+
+def _added(name: str) -> str:
+    """Lines that a recipe adds to the formula of its objective, with its default settings."""
+    if name not in TERMS:
+        return ""
+    target, attribute, section = TERMS[name]
+    # only its settings are needed, not the model that it is made with
+    part = object.__new__(load_target(target))
+    setattr(part, attribute, getattr(all_recipes()[name].load_defaults()(), section))
+    return str(part.formula())
 
 
 def _when(name: str) -> str:
@@ -254,7 +274,10 @@ def formula(described: str) -> str:
     lines = []
     for line in described.splitlines()[1:]:
         text = TOKEN.sub(_typeset, html.unescape(line.strip()).replace("&", "and"))
-        lines.append(f'<div class="formula{" more" if line.strip().startswith("+") else ""}">{text}</div>')
+        more = line.strip().startswith(("+ ", "- "))
+        lines.append(
+            f'<div class="formula{" more" if more else ""}">{text.replace("- ", "− ", 1) if more else text}</div>'
+        )
     return "\n".join(lines)
 
 
@@ -266,7 +289,7 @@ def _typeset(found: re.Match[str]) -> str:
         return f"{word}{_lowered(found['over'])}"
     if found["symbol"]:
         word = found["symbol"].partition("_")[0]
-        if found["symbol"] == "a":
+        if found["symbol"] == "a" and not found.string[found.end() :].startswith(" ="):
             return "a"  # the article
         return f"<i>{GREEK.get(word, word)}</i>{_lowered(found['index'])}"
     if found["power"]:

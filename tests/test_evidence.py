@@ -39,6 +39,11 @@ def test_a_method_has_a_page_with_its_formula_configuration_results_and_sources(
         assert page == "index" or (RESULTS / f"{page}.md").is_file()
 
 
+def test_a_page_shows_what_its_recipe_adds_to_the_objective():
+    assert methods.TERMS.keys() <= all_recipes().keys()
+    assert "PAPO adds, with <i>l</i> = log π and <i>a</i> = log π with 60% of the patches black" in methods.page("papo")
+
+
 def test_formulas_are_typeset():
     line = "x: paper\n  A_it = (R_i - mean_g R) / (std_g R + 1e-06)^2, where logp_old_it >= 0"
     assert methods.formula(line) == (

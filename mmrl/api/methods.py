@@ -11,8 +11,6 @@ from mmrl.errors import UserError, did_you_mean
 from mmrl.files import expanded, read_json_object, read_yaml
 from mmrl.recipes import EVALUATIONS, all_recipes, find_recipe
 
-DOMAINS = {"language": "questions", "agents": "an agent", "images": "images", "robots": "a robot"}
-"""Domains of `mmrl.cli.explain.DOMAINS`, and what their recipes train."""
 PACKAGES = {"mmrl.agents": "agents", "mmrl.contrib.agents": "agents", "diffusion": "images", "robotics": "robots"}
 """Packages of recipes whose domain is not language."""
 
@@ -25,7 +23,7 @@ def resolve(method: str, model: Any, env: Any) -> tuple[RecipeEntry, str]:
         return find_recipe(method, where="method"), ""
     if method in EVALUATIONS:
         raise UserError(f"method '{method}' does not train; run it with `mmrl evaluate`")
-    from mmrl.cli.explain import ROWS, places
+    from mmrl.cli.explain import DOMAINS, ROWS, places
 
     if method not in ROWS:
         names = [*all_recipes(), *ROWS]
@@ -37,9 +35,17 @@ def resolve(method: str, model: Any, env: Any) -> tuple[RecipeEntry, str]:
     fitting = {place.domain: place for place in places(ROWS[method])}
     place = fitting[domain]
     if not place.recipe:
-        others = ", ".join(DOMAINS[name] for name, other in fitting.items() if other.recipe) or "nothing"
-        raise UserError(f"method '{method}' cannot train {DOMAINS[domain]}: {place.lacks}; it trains {others}")
+        words = {known.name: known.trains for known in DOMAINS}
+        others = "; ".join(words[name] for name, other in fitting.items() if other.recipe) or "nothing"
+        raise UserError(f"method '{method}' does not work for {words[domain]}: {place.lacks}; it works for: {others}")
     return find_recipe(place.recipe), method
+
+
+def default_recipe(domain: str) -> str:
+    """Recipe whose evaluation measures a model that no run has trained."""
+    from mmrl.cli.explain import DOMAINS
+
+    return next(next(iter(known.recipes)) for known in DOMAINS if known.name == domain)
 
 
 def domain_of(model: Any, env: Any) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.api.inputs import Inputs, absolute, take_env, take_model, take_rewards, take_rows, take_settings
-from mmrl.api.methods import domain_of, resolve
+from mmrl.api.methods import default_recipe, domain_of, resolve
 from mmrl.api.result import Run, Table, evaluation_rows
 from mmrl.entries import RecipeEntry
 from mmrl.errors import UserError
@@ -97,10 +97,6 @@ def train(
     return Run(folder, inputs.objects, inputs.owned)
 
 
-DEFAULT = {"language": "vlm", "agents": "agent", "images": "flow_grpo", "robots": "robot_grpo"}
-"""Recipe per domain for evaluating a model that was not trained by a run."""
-
-
 def evaluate(
     model: Any,
     data: Any = None,
@@ -139,7 +135,7 @@ def evaluate(
         with model.opened() as (entry, settled):
             inputs = _inputs_of(model, entry, settled, data, reward, env, output_dir, options, settings)
             return _measured(inputs, model.folder)
-    name = method or DEFAULT[domain_of(model, env)]
+    name = method or default_recipe(domain_of(model, env))
     folder = absolute(output_dir) if output_dir is not None else _numbered("evaluate")
     return _measured(_inputs(name, folder, False, model, data, data, reward, env, None, options, settings), None)
 

@@ -77,15 +77,17 @@ class Domain(NamedTuple):
     """One kind of policy and data, with the recipes that take any objective."""
 
     name: str
+    trains: str
+    """What its recipes train, for tables and messages."""
     recipes: dict[str, str]
     """Recipe to the `module:name` of the log-probabilities that its policies compute, the simplest first."""
 
 
 DOMAINS = (
-    Domain("language", {"vlm": "mmrl.vlm.entries:SCORES", "masked": "mmrl.masked.entries:SCORES"}),
-    Domain("agents", {"agent": "mmrl.agents.entries:SCORES"}),
-    Domain("images", {"flow_grpo": "diffusion.entries:SCORES"}),
-    Domain("robots", {"robot_grpo": "robotics.methods:SCORES", "robot_ppo": "robotics.methods:PPO_SCORES"}),
+    Domain("language", "vision-language, text", {"vlm": "mmrl.vlm.entries:SCORES", "masked": "mmrl.masked.entries:SCORES"}),
+    Domain("agents", "agents", {"agent": "mmrl.agents.entries:SCORES"}),
+    Domain("images", "images, videos", {"flow_grpo": "diffusion.entries:SCORES"}),
+    Domain("robots", "robots", {"robot_grpo": "robotics.methods:SCORES", "robot_ppo": "robotics.methods:PPO_SCORES"}),
 )
 """Text with or without images, agents and screens, images and videos, robots."""
 

@@ -314,7 +314,7 @@ def test_two_processes_train_as_one(kind, folder, tmp_path):
     [
         ({"method": "grpoo"}, r"unknown method 'grpoo'; did you mean 'grpo'\?"),
         ({"method": "flow3d_eval"}, "does not train"),
-        ({"method": "step_nft"}, "cannot train questions"),
+        ({"method": "step_nft"}, "does not work for vision-language, text"),
         ({"lerning_rate": 1.0}, r"no option lerning_rate; did you mean 'learning_rate'\?"),
         ({"path": "elsewhere"}, r"path is ambiguous: data.path, model.path; pass one of them in options"),
         ({"reward": 3}, "reward contains a int"),
