@@ -145,6 +145,8 @@ class StoredArm:
     which is then computed from the values. Empty for the baseline, or if there is none."""
     seeds: list[float] = field(default_factory=list)
     """Value of each seed in the experiment's order, or the minimum and the maximum."""
+    curve: list[list[float]] = field(default_factory=list)
+    """Learning curve: a [step, mean, minimum, maximum] of the seeds for each point."""
 
 
 @dataclass
@@ -155,6 +157,8 @@ class StoredConfig:
     """Readable name of the measured quantity with its unit; empty means the figure's."""
     baseline: str = ""
     """Arm that the differences are relative to; empty means the experiment's."""
+    curves_title: str = ""
+    """What the learning curves show."""
     arms: dict[str, StoredArm] = field(default_factory=dict)
     """Numbers of each row of the figure, from top to bottom; a row does not have to be an arm with runs."""
 
@@ -166,6 +170,8 @@ class StoredConfig:
             ends = arm.difference
             if len(ends) not in (0, 2, 3) or (ends and not ends[-2] <= ends[0] <= ends[-1]):
                 raise ValueError(f"`figure.stored.arms.{name}.difference` is {ends}; give [mean, low, high]")
+            if any(len(point) != 4 for point in arm.curve):
+                raise ValueError(f"a point of `figure.stored.arms.{name}.curve` is not [step, mean, minimum, maximum]")
 
 
 @dataclass

@@ -10,7 +10,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from mmrl.comparison.results import ArmResult, Comparison, Difference
 from mmrl.comparison.summary import plan_comparison
 from mmrl.report.charts import INK, MARKERS, colour_cycle, draw_legend, save_png, style_axes
 from mmrl.runs.statistics import SHARES
+from mmrl.runs.tracking import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,18 +38,43 @@ FAR = 3.0
 LABEL_GAP = 0.08
 """Gap between the names at the ends of two curves, as a fraction of the panel's height."""
 
+LOGGED = {"episode/success": "successful training episodes, %", "reward/mean": "mean reward of the training samples"}
+"""Metrics of the training steps that show the learning if the evaluations are too few for a curve, and their titles."""
+
 Line = tuple[Sequence[float], Sequence[float]]
 """Positions and values of one run."""
+
+
+class Band(NamedTuple):
+    """Mean and range of several runs over their steps or costs."""
+
+    places: np.ndarray
+    mean: np.ndarray
+    low: np.ndarray
+    high: np.ndarray
+    seeds: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Line]) -> Band:
+        """The band where all runs have values; the mean of joined lines bends where any of them does."""
+        pairs = [(np.asarray(places, dtype=float), np.asarray(values, dtype=float)) for places, values in runs]
+        known = [(places[np.isfinite(values)], values[np.isfinite(values)]) for places, values in pairs]
+        known = [(places, values) for places, values in known if places.size]
+        if not known:
+            nothing = np.empty(0)
+            return cls(nothing, nothing, nothing, nothing, 0)
+        start, end = max(places[0] for places, _ in known), min(places[-1] for places, _ in known)
+        grid = np.unique(np.concatenate([places for places, _ in known]))
+        grid = grid[(grid >= start) & (grid <= end)]
+        values = np.array([np.interp(grid, *run) for run in known])
+        return cls(grid, values.mean(axis=0), values.min(axis=0), values.max(axis=0), len(known))
 
 
 def draw(experiment: ExperimentConfig, folder: Path, comparison: Comparison) -> None:
     """Write the figures into the output folder."""
     plans = plan_comparison(experiment, folder)
-    curves = {
-        arm: [_curve(experiment, plan) for plan in by_seed.values() if is_finished(plan)]
-        for arm, by_seed in plans.items()
-    }
-    save_png(comparison_figure(comparison, curves, supported(experiment, comparison)), folder / "comparison.png")
+    curves, title = learning_curves(experiment, folder)
+    save_png(comparison_figure(comparison, curves, supported(experiment, comparison), title), folder / "comparison.png")
     work = comparison.work
     if work is not None:
         found = read_curves(experiment, plans)
@@ -98,19 +124,60 @@ def stored_figure(experiment: ExperimentConfig) -> Figure:
     seeds, better = experiment.seeds, experiment.higher_is_better
     head = ("done", "", experiment.name, experiment.budget, unit, better, baseline, seeds, None)
     comparison = Comparison(*head, arms, differences, None, None, None)
-    return comparison_figure(comparison, {}, dataclasses.replace(look, unit=unit))
+    curves = {}
+    for name, arm in stored.arms.items():
+        if arm.curve:
+            places, mean, low, high = np.array(arm.curve).T
+            curves[name] = Band(places, mean, low, high, len(seeds))
+    return comparison_figure(comparison, curves, dataclasses.replace(look, unit=unit), stored.curves_title)
 
 
-def _curve(experiment: ExperimentConfig, plan: RunPlan) -> Line:
+def learning_curves(experiment: ExperimentConfig, folder: Path) -> tuple[dict[str, Band], str]:
+    """The curve of each arm in the unit of the figure, and their title.
+
+    They show the compared metric over the evaluations. Two evaluations, the start and the end, are no curve: then what
+    the training steps log is shown, with the title of `LOGGED`.
+    """
+    plans = {
+        arm: [plan for plan in by_seed.values() if is_finished(plan)]
+        for arm, by_seed in plan_comparison(experiment, folder).items()
+    }
+    unit, factor = _axis(experiment.metric)
+    runs = {arm: [_evaluated(experiment, plan) for plan in own] for arm, own in plans.items()}
+    if any(len(steps) > 2 for own in runs.values() for steps, _ in own):
+        return _bands(runs, factor), f"{experiment.figure.unit or unit}: mean and range of seeds"
+    for name, title in LOGGED.items():
+        trained = {arm: [_logged(plan, name) for plan in own if plan.reads == "end"] for arm, own in plans.items()}
+        if any(steps for own in trained.values() for steps, _ in own):
+            return _bands(trained, _axis(name)[1]), f"{title}: mean and range of seeds"
+    return {}, ""
+
+
+def _bands(runs: Mapping[str, Sequence[Line]], factor: float) -> dict[str, Band]:
+    scaled = {arm: [(steps, [factor * value for value in run]) for steps, run in own] for arm, own in runs.items()}
+    bands = {arm: Band.of([run for run in own if len(run[0]) > 2]) for arm, own in scaled.items()}
+    return {arm: band for arm, band in bands.items() if band.seeds}
+
+
+def _evaluated(experiment: ExperimentConfig, plan: RunPlan) -> Line:
     """The metric over a run's evaluations; of an arm that reads the start, the one point that it has."""
     records = evaluations(experiment, plan)[: 1 if plan.reads == "start" else None]
     return [record["step"] for record in records], [record.get(experiment.metric, math.nan) for record in records]
 
 
+def _logged(plan: RunPlan, name: str) -> Line:
+    """A metric over a run's training steps."""
+    rows = [row for row in read_metrics(plan.run_dir) if isinstance(row.get(name), int | float)]
+    return [row["step"] for row in rows], [row[name] for row in rows]
+
+
 def comparison_figure(
-    comparison: Comparison, curves: Mapping[str, Sequence[Line]], figure: FigureConfig | None = None
+    comparison: Comparison,
+    curves: Mapping[str, Band],
+    figure: FigureConfig | None = None,
+    curves_title: str = "",
 ) -> Figure:
-    """Views of arms on shared seeds: paired differences, values, and curves where runs have more than two points."""
+    """Views of arms on shared seeds: paired differences, values, and learning curves if there are any."""
     from matplotlib.figure import Figure
 
     look = figure or FigureConfig()
@@ -119,16 +186,11 @@ def comparison_figure(
         arm: {seed: factor * value for seed, value in entry.values.items() if value is not None}
         for arm, entry in comparison.arms.items()
     }
-    # two evaluations are the start and the end, which the panel of values shows
-    curves = {
-        arm: [(steps, [factor * value for value in run]) for steps, run in runs if len(steps) > 2]
-        for arm, runs in curves.items()
-    }
     names = {arm: look.labels.get(arm, arm.replace("_", " ")) for arm in values}
     colours = dict(zip(values, colour_cycle(), strict=False))
     if look.highlight:
         colours = {arm: colour if arm in look.highlight else GREY for arm, colour in colours.items()}
-    rows = 2 if any(curves.values()) else 1
+    rows = 2 if curves else 1
     height = 1.1 + 0.5 * len(values)
     canvas = Figure(figsize=(WIDE, height + 3.4 * (rows - 1)), layout="constrained", facecolor="white")
     grid = canvas.add_gridspec(rows, 2, height_ratios=[height, 3.4][:rows])
@@ -146,7 +208,7 @@ def comparison_figure(
     if rows == 2:
         bands = canvas.add_subplot(grid[1, :])
         _draw_bands(bands, curves, names, colours)
-        bands.set_title(f"{look.unit or metric}: mean and range of seeds", **TITLE)
+        bands.set_title(curves_title, **TITLE)
     canvas.suptitle(look.claim or comparison.name.replace("_", " "), fontsize=11, wrap=True)
     return canvas
 
@@ -175,7 +237,9 @@ def work_figure(
         style_axes(axes)
         for (arm, runs), colour in zip(arms.items(), colour_cycle(), strict=False):
             scaled = [(costs, [factor * value for value in values]) for costs, values in runs]
-            _draw_band(axes, scaled, colour, label=f"{arm} ({len(runs)} seeds)")
+            band = Band.of(scaled)
+            if band.seeds:
+                _draw_band(axes, band, colour, label=f"{arm} ({len(runs)} seeds)")
         if targets:
             axes.axhline(factor * float(np.mean(targets)), color=INK, linewidth=1, linestyle="--", label="target, mean")
         axes.set_xlabel(cost, color=INK)
@@ -281,15 +345,12 @@ def _name_rows(axes: Axes, names: Sequence[str]) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def _draw_bands(
-    axes: Axes, curves: Mapping[str, Sequence[Line]], names: Mapping[str, str], colours: Mapping[str, str]
-) -> None:
+def _draw_bands(axes: Axes, curves: Mapping[str, Band], names: Mapping[str, str], colours: Mapping[str, str]) -> None:
     style_axes(axes)
     ends = []
-    for place, (arm, runs) in enumerate(curves.items()):
-        means = _draw_band(axes, runs, colours[arm], marker=MARKERS[place % len(MARKERS)], markersize=4)
-        if means.size:
-            ends.append((float(means[-1]), f"{names[arm]} ({len(runs)} seeds)", colours[arm]))
+    for place, (arm, band) in enumerate(curves.items()):
+        _draw_band(axes, band, colours[arm], marker=MARKERS[place % len(MARKERS)], markersize=4)
+        ends.append((float(band.mean[-1]), f"{names[arm]} ({band.seeds} seeds)", colours[arm]))
     axes.set_xlabel("step", color=INK)
     _name_ends(axes, ends)
 
@@ -304,24 +365,9 @@ def _name_ends(axes: Axes, ends: Sequence[tuple[float, str, str]]) -> None:
         axes.annotate(name, (1.01, at), color=colour, fontsize=9, **place)
 
 
-def _draw_band(axes: Axes, runs: Sequence[Line], colour: str, **look: Any) -> np.ndarray:
-    """Mean and range of runs where all of them have values; returns the means.
-
-    The mean of joined lines bends where any of them does.
-    """
-    pairs = [(np.asarray(places, dtype=float), np.asarray(values, dtype=float)) for places, values in runs]
-    known = [(places[np.isfinite(values)], values[np.isfinite(values)]) for places, values in pairs]
-    known = [(places, values) for places, values in known if places.size]
-    if not known:
-        return np.empty(0)
-    start, end = max(places[0] for places, _ in known), min(places[-1] for places, _ in known)
-    grid = np.unique(np.concatenate([places for places, _ in known]))
-    grid = grid[(grid >= start) & (grid <= end)]
-    values = np.array([np.interp(grid, *run) for run in known])
-    means: np.ndarray = values.mean(axis=0)
-    axes.plot(grid, means, color=colour, linewidth=2, **look)
-    axes.fill_between(grid, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
-    return means
+def _draw_band(axes: Axes, band: Band, colour: str, **look: Any) -> None:
+    axes.plot(band.places, band.mean, color=colour, linewidth=2, **look)
+    axes.fill_between(band.places, band.low, band.high, color=colour, alpha=0.15, linewidth=0)
 
 
 def _number(value: float | None) -> float:

@@ -140,9 +140,12 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
             LOGGER.info("ledger: %s", write_ledger(Path(config.output_dir), rows, about))
             if answers := write_answers(Path(config.output_dir), rows, step):
                 LOGGER.info("answers: %s", answers)
-        # a run's folder has a report already
-        if run_dir is None and accelerator.is_main_process:
-            _report_evaluation(Path(config.output_dir), results)
+        if accelerator.is_main_process:
+            if not has_begun(Path(config.output_dir)):
+                _report_evaluation(Path(config.output_dir), results)
+            else:
+                # not rewritten here: it may have been written with the run's earlier stages
+                LOGGER.info("`mmrl report %s` adds this evaluation to the run's report", config.output_dir)
         accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
 
@@ -525,8 +528,6 @@ def _report_evaluation(folder: Path, results: Mapping[str, Evaluation]) -> None:
     """Write samples of all splits and a report into a folder in which nothing was trained."""
     from mmrl.runs.records import write_samples
 
-    if has_begun(folder):
-        return
     # one sample of each split in turn, so that the report shows all of them
     in_turns = itertools.zip_longest(*(found.records for found in results.values()))
     write_samples(folder, 0, "eval", [record for turn in in_turns for record in turn if record is not None])

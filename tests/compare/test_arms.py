@@ -66,5 +66,19 @@ def test_an_arm_may_represent_the_start(lab, monkeypatch):
     assert result["arms"]["papo"]["secondary"]["policy/entropy"]["n"] == 3
     assert result["arms"]["papo"]["values"]["1"] == pytest.approx(0.56)
     assert not (lab.output / "runs/start").exists()
-    assert [len(steps) for steps, _ in drawn[-1]["start"]] == [1, 1, 1]
-    assert min(len(steps) for steps, _ in drawn[-1]["papo"]) > 1
+    assert {arm: list(band.places) for arm, band in drawn[-1].items()} == {"papo": [0, 5, 10], "grpo": [0, 5, 10]}
+
+
+def test_the_reward_of_the_steps_is_the_curve_of_runs_with_few_evaluations(lab, monkeypatch):
+    drawn = []
+    whole = figures.comparison_figure
+    monkeypatch.setattr(figures, "comparison_figure", lambda *views: drawn.append(views) or whole(*views))
+    lab.run(overrides={"few": 1})
+    _, curves, _, title = drawn[-1]
+    assert title == "mean reward of the training samples: mean and range of seeds"
+    assert curves.keys() == {"papo", "grpo"}
+    band = curves["papo"]
+    assert list(band.places) == [1, 5, 10]
+    # the seeds are 1, 2 and 3, and the reward of a step is the step times the seed
+    assert (list(band.low), list(band.mean), list(band.high)) == ([1, 5, 10], [2, 10, 20], [3, 15, 30])
+    assert band.seeds == 3

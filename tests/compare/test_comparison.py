@@ -15,6 +15,7 @@ from mmrl.comparison.experiment import ExperimentConfig, FigureConfig, StoredArm
 from mmrl.comparison.figures import (
     GREY,
     LABEL_GAP,
+    Band,
     _draw_differences,
     _name_ends,
     comparison_figure,
@@ -367,8 +368,8 @@ def test_shares_are_drawn_in_per_cent_and_their_differences_in_points():
     comparison = Comparison(
         *("done", "", "a_name", "", "accuracy/greedy", True, "old_one", [1], None), arms, differences, None, None, None
     )
-    curves = {"new": [([0, 5, 9], [0.25, 0.25, 0.5])], "old_one": [([0, 9], [0.25, 0.25])]}
-    figure = comparison_figure(comparison, curves)
+    curves = {"new": Band.of([([0, 5, 9], [25, 25, 50])])}
+    figure = comparison_figure(comparison, curves, None, "right")
     pairs, values, bands = figure.axes
     assert figure.get_suptitle() == "a name"
     assert values.get_title(loc="left") == "accuracy, greedy, %"
@@ -378,11 +379,11 @@ def test_shares_are_drawn_in_per_cent_and_their_differences_in_points():
     assert [25.0] in [list(line.get_xdata()) for line in pairs.lines]
     rows = [text.get_text() for text in pairs.get_yticklabels()]
     assert rows == ["old one\nbaseline", "new\n+25.0 (+12.5 to +37.5)"]
-    assert [list(line.get_ydata()) for line in bands.lines] == [[25, 25, 50]]  # two evaluations are no curve
+    assert [list(line.get_ydata()) for line in bands.lines] == [[25, 25, 50]]
+    assert bands.get_title(loc="left") == "right"
     assert [text.get_text() for text in bands.texts] == ["new (1 seeds)"]
     plain = comparison_figure(dataclasses.replace(comparison, metric="score/graded"), curves)
     assert plain.axes[1].get_title(loc="left") == "score/graded"
-    assert list(plain.axes[2].lines[0].get_ydata()) == [0.25, 0.25, 0.5]
     look = FigureConfig("New beats old.", {"old_one": "the old way"}, "right answers, %", ["new"])
     told = comparison_figure(comparison, curves, look)
     assert told.get_suptitle() == "New beats old."
@@ -415,12 +416,15 @@ def test_an_arm_near_the_claim_is_on_its_scale():
 def test_a_figure_of_stored_numbers_needs_no_runs():
     rows = {
         "old": StoredArm(30.0, seeds=[20.0, 40.0]),
-        "new": StoredArm(33.0, [1.0, 5.0], [24.0, 42.0]),
+        "new": StoredArm(33.0, [1.0, 5.0], [24.0, 42.0], [[0, 10, 9, 12], [1, 33, 24, 42]]),
         "start": StoredArm(10.0),
     }
-    look = FigureConfig("New beats old.", unit="right, %", stored=StoredConfig(arms=rows))
+    look = FigureConfig("New beats old.", unit="right, %", stored=StoredConfig(curves_title="reward", arms=rows))
     experiment = ExperimentConfig("x", baseline="old", seeds=[1, 2], metric="score/x", figure=look)
-    pairs, values = stored_figure(experiment).axes
+    pairs, values, bands = stored_figure(experiment).axes
+    assert [list(line.get_ydata()) for line in bands.lines] == [[10, 33]]
+    assert [text.get_text() for text in bands.texts] == ["new (2 seeds)"]
+    assert bands.get_title(loc="left") == "reward"
     assert [text.get_text() for text in pairs.get_yticklabels()] == [
         "old\nbaseline",
         "new\n+3.0 (+1.0 to +5.0)",

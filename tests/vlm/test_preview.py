@@ -77,7 +77,7 @@ def test_without_answers_an_own_reward_is_called_with_an_empty_response(folder, 
     (folder / "train.jsonl").write_text('{"question": "Write."}\n')
     words = 'rewards=[{name: long, function: "my_rewards.py:long", isolate: false}]'
     assert main(["train", "my_run.yaml", "--dry-run", words]) == 0
-    assert capsys.readouterr().out.splitlines()[1:3] == ["  the first: 'Write.'", "  '' earns long 0"]
+    assert capsys.readouterr().out.splitlines()[1:3] == ["  the first: 'Write.'", "  an empty response earns long 0"]
 
 
 @pytest.mark.parametrize(

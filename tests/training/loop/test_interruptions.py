@@ -137,12 +137,13 @@ def test_evaluation_by_hand_does_not_make_a_run(config):
     ]
 
 
-def test_evaluation_by_hand_keeps_the_warnings_of_the_run(config):
+def test_evaluation_by_hand_keeps_the_warnings_of_the_run(config, capsys):
     """An evaluation of the configuration writes into the same folder, perhaps while the run goes on."""
     folder = run(config, "run")
     (folder / "warnings.jsonl").write_text('{"step": 1, "kind": "logged", "message": "of the run"}\n')
     assert main(["evaluate", str(config), f"output_dir={folder}"]) == 0
     assert "of the run" in read_warnings(folder)
+    assert f"`mmrl report {folder}` adds this evaluation to the run's report" in capsys.readouterr().out
 
 
 def test_unreadable_lines_are_kept_in_a_copy(config, caplog):
