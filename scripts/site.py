@@ -41,7 +41,7 @@ def on_config(config: Any) -> Any:
             sections["Results"].append({title: f"results/{path.name}"})
     for face in FACES:
         pages = [{_short(module, face): f"reference/{face}/{_short(module, face)}.md"} for module in _modules(face)]
-        sections["Reference"].append({face: pages})
+        sections["Reference"].append({face: [f"reference/{face}/index.md", *pages]})
     return config
 
 
@@ -49,18 +49,20 @@ def on_files(files: Files, config: Any) -> Files:
     """Add a page for each method, one for each module whose names a package exports, and an index of them."""
     for name, text in methods.pages():
         files.append(File.generated(config, f"methods/{name}.md", content=text))
-    index = "# Python reference\n\nThe public names, by package and module. Import them from the package.\n"
+    index = "# Python reference\n\nThe public names, by package and module. Import them from the package.\n\n"
     for face in FACES:
         summary = (importlib.import_module(face).__doc__ or "").strip().splitlines()[0]
-        index += f"\n## {face}\n\n{summary}\n\n"
+        index += f"- [`{face}`]({face}/index.md): {summary}\n"
+        listed = f"# {face}\n\n{summary}\n\n"
         for module, names in _modules(face).items():
-            page = f"{face}/{_short(module, face)}.md"
+            page = f"{_short(module, face)}.md"
             about = (importlib.import_module(module).__doc__ or "").strip().splitlines()[0]
             entries = "\n\n".join(f"::: {module}.{name}" for name in names)
             # guides come before reference pages in the search
             text = f"---\nsearch: {{boost: 0.2}}\n---\n\n# {module}\n\n{about}\n\n{entries}\n"
-            files.append(File.generated(config, f"reference/{page}", content=text))
-            index += f"- [{', '.join(f'`{name}`' for name in names)}]({page}): {about}\n"
+            files.append(File.generated(config, f"reference/{face}/{page}", content=text))
+            listed += f"- [{', '.join(f'`{name}`' for name in names)}]({page}): {about}\n"
+        files.append(File.generated(config, f"reference/{face}/index.md", content=listed))
     files.append(File.generated(config, "reference/index.md", content=index))
     return files
 
