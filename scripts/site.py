@@ -28,6 +28,8 @@ FACES = (
     "robotics",
     "robotics.scenes",
 )
+MANY = 25
+"""Members above which a class has its own page."""
 OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+(?!docs/)([^)]*)\)")
 
 
@@ -40,7 +42,7 @@ def on_config(config: Any) -> Any:
             title = path.read_text(encoding="utf-8").partition("\n")[0].removeprefix("# ")
             sections["Results"].append({title: f"results/{path.name}"})
     for face in FACES:
-        pages = [{_short(module, face): f"reference/{face}/{_short(module, face)}.md"} for module in _modules(face)]
+        pages = [{page: f"reference/{face}/{page}.md"} for page in _pages(face)]
         sections["Reference"].append({face: [f"reference/{face}/index.md", *pages]})
     return config
 
@@ -54,14 +56,13 @@ def on_files(files: Files, config: Any) -> Files:
         summary = (importlib.import_module(face).__doc__ or "").strip().splitlines()[0]
         index += f"- [`{face}`]({face}/index.md): {summary}\n"
         listed = f"# {face}\n\n{summary}\n\n"
-        for module, names in _modules(face).items():
-            page = f"{_short(module, face)}.md"
+        for page, (module, names) in _pages(face).items():
             about = (importlib.import_module(module).__doc__ or "").strip().splitlines()[0]
             entries = "\n\n".join(f"::: {module}.{name}" for name in names)
             # guides come before reference pages in the search
             text = f"---\nsearch: {{boost: 0.2}}\n---\n\n# {module}\n\n{about}\n\n{entries}\n"
-            files.append(File.generated(config, f"reference/{face}/{page}", content=text))
-            listed += f"- [{', '.join(f'`{name}`' for name in names)}]({page}): {about}\n"
+            files.append(File.generated(config, f"reference/{face}/{page}.md", content=text))
+            listed += f"- [{', '.join(f'`{name}`' for name in names)}]({page}.md): {about}\n"
         files.append(File.generated(config, f"reference/{face}/index.md", content=listed))
     files.append(File.generated(config, "reference/index.md", content=index))
     return files
@@ -86,6 +87,22 @@ def _modules(face: str) -> dict[str, list[str]]:
         if (module, name) not in earlier:
             found.setdefault(module, []).append(name)
     return found
+
+
+def _pages(face: str) -> dict[str, tuple[str, list[str]]]:
+    """Module and names of each page of a package; a class with many members has a page of its own."""
+    found = {}
+    for module, names in _modules(face).items():
+        large = [name for name in names if len(names) > 1 and _members(module, name) > MANY]
+        found[_short(module, face)] = module, [name for name in names if name not in large]
+        found |= {f"{_short(module, face)}.{name}": (module, [name]) for name in large}
+    return {page: (module, names) for page, (module, names) in found.items() if names}
+
+
+def _members(module: str, name: str) -> int:
+    """Number of the public members that a class defines; 0 for anything else."""
+    found = getattr(importlib.import_module(module), name)
+    return sum(not member.startswith("_") for member in vars(found)) if isinstance(found, type) else 0
 
 
 def _short(module: str, face: str) -> str:
