@@ -2,8 +2,10 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +71,19 @@ def closing():
 def no_charts(monkeypatch):
     """Leave the charts out of reports: they take longer than a tiny run; tests/report draws them."""
     draw_no_charts(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def import_path():
+    """Forget the folders that a test imports from and its modules there: later tests have files of equal names."""
+    before = list(sys.path)
+    yield
+    added = {str(Path(folder).absolute()) for folder in sys.path} - {str(Path(folder).absolute()) for folder in before}
+    if added:
+        sys.path[:] = before
+        for name, module in list(sys.modules.items()):
+            if str(Path(getattr(module, "__file__", None) or "/").parent) in added:
+                del sys.modules[name]
 
 
 @pytest.fixture(autouse=True)

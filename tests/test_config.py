@@ -248,7 +248,9 @@ def test_a_split_keeps_the_reference_that_it_inherits(write, monkeypatch):
         assert part["system_prompt"] == "${oc.env:MMRL_TEST_TOKEN}"
         assert part["max_prompt_chars"] == "${oc.env:MMRL_TEST_STEPS}"
     copied = dataclasses.replace(copy.deepcopy(config).data, path="other")
-    assert as_given({"x": [copied.system_prompt, "s3cr" + "3t"]}) == {"x": ["${oc.env:MMRL_TEST_TOKEN}", "s3cr3t"]}
+    assert as_given({"x": [copied.system_prompt, "".join(["s3cr", "3t"])]}) == {
+        "x": ["${oc.env:MMRL_TEST_TOKEN}", "s3cr3t"]
+    }
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))

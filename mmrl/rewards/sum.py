@@ -11,8 +11,6 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from mmrl.errors import UserError, did_you_mean
 from mmrl.fields import field_problems
 from mmrl.rewards.answers import chat_text, completion_text
@@ -479,6 +477,8 @@ def _make_batch(
 
 def _shuffled(outcomes: Sequence[RewardOutcome], batch: Batch) -> list[RewardOutcome]:
     """The values in another order, drawn from a digest of the responses; rows without a value stay as they are."""
+    import numpy as np  # workers, which import this module, need no numpy
+
     if all(hasattr(response, "tobytes") for response in batch.completions):  # images
         content = b"".join(response.tobytes() for response in batch.completions)
     else:
