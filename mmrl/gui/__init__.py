@@ -20,7 +20,16 @@ _NAMES = {
     "mmrl.gui.browser.page": ("Element", "GuardedPage", "read_elements"),
     "mmrl.gui.browser.miniwob": ("MiniWobEnv", "MiniWobSettings", "miniwob_tasks"),
     "mmrl.gui.browser.page_env": ("PageEnv", "PageEnvSettings", "PageVerdict", "WebAgentEnv"),
-    "mmrl.gui.grounding.samples": ("AnyOf", "GroundingSample", "Polygon", "Refusal", "write_samples"),
+    "mmrl.gui.grounding.samples": (
+        "AnyOf",
+        "GroundingSample",
+        "NoTarget",
+        "Polygon",
+        "Refusal",
+        "Spot",
+        "write_samples",
+    ),
+    "mmrl.gui.grounding.step_rewards": ("ExpectedStep", "StepScore", "gui_step_reward", "score_step"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)
