@@ -11,6 +11,7 @@ _NAMES = {
     "mmrl.gui.grounding.aepo": ("AepoConfig", "AepoRecipe"),
     "mmrl.gui.grounding.rewards": ("AnswerRules", "PointScore", "point_reward"),
     "mmrl.gui.grounding.answers": ("ParsedPoints", "answer_text", "parse_answer"),
+    "mmrl.gui.benchmarks.convert": ("Conversion", "convert"),
     "mmrl.gui.benchmarks.benchmark_copies": ("BenchmarkConfig", "load_benchmark", "validate"),
     "mmrl.gui.benchmarks.benchmark_recipe": ("GroundingEvaluation", "GroundingEvaluationConfig"),
     "mmrl.gui.browser.browser": ("Browser", "BrowserFailure", "BrowserSettings"),

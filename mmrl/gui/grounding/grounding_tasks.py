@@ -124,7 +124,9 @@ def sample_of(task: VlmTask) -> GroundingSample:
     size = _size(task)
     if isinstance(target, Spot) and not Box(0, 0, *size).contains(target.center):
         x, y = target.center
-        raise TaskError("bad_target", task.id, f"the point [{x:g}, {y:g}] is outside the image of {_shown(size)} pixels")
+        raise TaskError(
+            "bad_target", task.id, f"the point [{x:g}, {y:g}] is outside the image of {_shown(size)} pixels"
+        )
     if isinstance(target, NoTarget) and task.columns.get("action") == CLICK:
         raise TaskError("bad_target", task.id, "the action is click, which needs a target, but no_target is set")
     return GroundingSample(image, size, "".join(texts).strip(), target, meta={"id": task.id, **meta})

@@ -192,23 +192,27 @@ def target_of(row: Mapping[str, Any]) -> Target:
 
 def sample_row(sample: GroundingSample) -> dict[str, Any]:
     """The columns of a sample apart from its image."""
-    columns: dict[str, Any] = {"original_wh": list(sample.original_wh), "instruction": sample.instruction}
-    match sample.target:
+    about = {"original_wh": list(sample.original_wh), "instruction": sample.instruction}
+    return {**sample.meta, **about, **sample_target(sample.target)}
+
+
+def sample_target(target: Target) -> dict[str, Any]:
+    """The columns of a target; the inverse of `target_of`."""
+    match target:
         case Box():
-            columns["bbox"] = list(sample.target)
-        case AnyOf(targets=targets) if all(isinstance(target, Box) for target in targets):
-            columns["boxes"] = [list(target) for target in targets if isinstance(target, Box)]
+            return {"bbox": list(target)}
+        case AnyOf(targets=targets) if all(isinstance(part, Box) for part in targets):
+            return {"boxes": [list(part) for part in targets if isinstance(part, Box)]}
         case Polygon(points=points):
-            columns["polygon"] = [list(point) for point in points]
+            return {"polygon": [list(point) for point in points]}
         case Spot(center=center, radius=radius):
-            columns |= {"point": list(center), "radius": radius}
+            return {"point": list(center), "radius": radius}
         case Refusal():
-            columns["refusal"] = True
+            return {"refusal": True}
         case NoTarget():
-            columns["no_target"] = True
+            return {"no_target": True}
         case other:
             raise ValueError(f"no column can hold the target {other}")
-    return {**sample.meta, **columns}
 
 
 def write_samples(path: str | Path, samples: Iterable[GroundingSample]) -> Path:
