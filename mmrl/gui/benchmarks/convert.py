@@ -132,7 +132,7 @@ def convert(
         source: row of `SOURCES`, which declares what the numbers of the file mean.
         images: folder of the images; default: the folder of the file.
         radius: of targets that are points, as a fraction of the image's diagonal; 0 writes none.
-        skip_bad_rows: leave out rows that cannot be read. Numbers that contradict the source are errors all the same.
+        skip_bad_rows: leave out rows that cannot be read. Numbers that contradict the source are errors anyway.
 
     Returns:
         Number of rows and what was left out.
