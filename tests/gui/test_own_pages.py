@@ -1,8 +1,10 @@
 """Page environments of one's own: HTML, and a site on this machine that is the only host that pages may reach."""
 
 import http.server
+import re
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -286,3 +288,21 @@ def test_the_actions_of_ui_tars_on_a_phone(phone):
     (action,) = parse_answer("Action: finished(content='42')", "ui_tars").actions
     outcome = as_outcome(agent.step(action))
     assert (outcome.terminated, outcome.info["answer"], agent.env.answer) == (True, "42", "42")
+
+
+def test_the_page_of_the_docs_counts_clicks(browser, closing, tmp_path):
+    text = (Path(__file__).parents[2] / "docs/gui.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python notest\n(# my_page\.py\n.*?)```", text, re.DOTALL)
+    names = {}
+    exec(compile(code, "my_page.py", "exec"), names)
+    env = closing(names["Counter"](names["PageEnvSettings"](width_px=320, height_px=240), browser))
+    observation, _ = env.reset(seed=0, options={"task": {"clicks": 2}})
+    assert observation["instruction"] == "Click the button 2 times."
+    (button,) = [element for element in env.elements() if element.tag == "button"]
+    ends = [env.step({"name": "click", "arguments": {"point": button.center}})[1:3] for _ in range(2)]
+    assert ends == [(0.0, False), (1.0, True)]
+    assert PageEnvSettings() == Counting().settings
+
+
+class Counting(Phone):
+    """An environment with the default settings."""

@@ -187,8 +187,9 @@ class _Writer:
         content = content["bytes"] if isinstance(content, Mapping) else content
         kind = str(open_image_file(io.BytesIO(content)).format).lower()
         name = f"{hashlib.sha256(content).hexdigest()[:24]}.{kind}"
-        if not (self.images / name).exists():
-            (self.images / name).write_bytes(content)
+        draft = self.images / name
+        if not draft.exists():
+            draft.write_bytes(content)
         return f"{self.folder.name}/{name}"
 
     def finish(self) -> None:

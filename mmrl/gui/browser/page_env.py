@@ -129,7 +129,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         class Counter(PageEnv):
             def begin(self, page, task, seed):
                 page.load_html("<button onclick='this.textContent++'>0</button>")
-                return f"Click {task['clicks']} times, then finish."
+                return "Click three times."
 
             def verdict(self, page):
                 page.settle()
