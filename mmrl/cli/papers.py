@@ -127,6 +127,12 @@ OWN = (
     Paper("GiGPO", ("gigpo",), ("group-in-group policy optimization",)),
     Paper("GRACE", ("grace", "contrastive")),
     Paper("GTPO", ("gtpo",)),
+    Paper(
+        "GUI-R1",
+        code="mmrl.gui.grounding.step_rewards:gui_step_reward",
+        source="arXiv 2504.10458",
+        page="gui.md#step-rewards-gui-r1-and-ui-r1",
+    ),
     Paper("HAPO", ("hapo", "adaptive_temperature")),
     Paper("HBPO", ("hbpo",)),
     Paper("HNPG", ("hnpg",), ("offline data enhanced policy gradient",)),
@@ -212,6 +218,13 @@ OWN = (
         ("value-augmented sampling",),
         lacking="several rewards composed while sampling (personalisation), and models behind an API: the critic "
         "reads the policy's states",
+    ),
+    Paper(
+        "UI-R1",
+        code="mmrl.gui.grounding.step_rewards:gui_step_reward",
+        source="arXiv 2503.21620",
+        page="gui.md#step-rewards-gui-r1-and-ui-r1",
+        lacking="UI-R1-E, which learns when to answer without a thought",
     ),
     Paper("VL-DAC", ("vl_dac", "vl_dac_repo")),
 )

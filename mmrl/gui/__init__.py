@@ -11,6 +11,7 @@ _NAMES = {
     "mmrl.gui.grounding.aepo": ("AepoConfig", "AepoRecipe"),
     "mmrl.gui.grounding.rewards": ("AnswerRules", "PointScore", "point_reward"),
     "mmrl.gui.grounding.answers": ("ParsedPoints", "answer_text", "parse_answer"),
+    "mmrl.gui.benchmarks.convert": ("Conversion", "convert"),
     "mmrl.gui.benchmarks.benchmark_copies": ("BenchmarkConfig", "load_benchmark", "validate"),
     "mmrl.gui.benchmarks.benchmark_recipe": ("GroundingEvaluation", "GroundingEvaluationConfig"),
     "mmrl.gui.browser.browser": ("Browser", "BrowserFailure", "BrowserSettings"),
@@ -20,7 +21,16 @@ _NAMES = {
     "mmrl.gui.browser.page": ("Element", "GuardedPage", "read_elements"),
     "mmrl.gui.browser.miniwob": ("MiniWobEnv", "MiniWobSettings", "miniwob_tasks"),
     "mmrl.gui.browser.page_env": ("PageEnv", "PageEnvSettings", "PageVerdict", "WebAgentEnv"),
-    "mmrl.gui.grounding.samples": ("AnyOf", "GroundingSample", "Polygon", "Refusal", "write_samples"),
+    "mmrl.gui.grounding.samples": (
+        "AnyOf",
+        "GroundingSample",
+        "NoTarget",
+        "Polygon",
+        "Refusal",
+        "Spot",
+        "write_samples",
+    ),
+    "mmrl.gui.grounding.step_rewards": ("ExpectedStep", "StepScore", "gui_step_reward", "score_step"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -7,7 +7,10 @@ import importlib
 
 from mmrl.recipes import world_table
 
-COMMANDS = world_table("GUI_COMMANDS") | {"validate": "mmrl.gui.benchmarks.benchmark_command"}
+COMMANDS = world_table("GUI_COMMANDS") | {
+    "convert": "mmrl.gui.benchmarks.convert_command",
+    "validate": "mmrl.gui.benchmarks.benchmark_command",
+}
 """The modules are light because they are loaded on every use of `mmrl`; they import the rest when they run."""
 
 

@@ -78,4 +78,9 @@ REWARDS: dict[str, RewardEntry] = {
         "format plus accuracy of points on a screen: adaptive exploration, any or first; -1 for an invalid format",
         "AEPO (InfiGUI-G1), arXiv 2508.05731",
     ),
+    "gui_step": RewardEntry(
+        "mmrl.gui.grounding.step_rewards:gui_step_reward",
+        "one step on a screen: action, click point or text, and format; presets gui_r1 and ui_r1",
+        "GUI-R1, arXiv 2504.10458; UI-R1, arXiv 2503.21620",
+    ),
 }

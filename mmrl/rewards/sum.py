@@ -21,7 +21,7 @@ from mmrl.rewards.reward_config import RewardConfig, RewardResult, TrainerState
 from mmrl.rewards.reward_loading import load_function
 
 LOGGER = logging.getLogger("mmrl")
-ROW_COLUMNS = ("answer", "completion_lengths", "grounding")
+ROW_COLUMNS = ("action", "answer", "completion_lengths", "grounding")
 STATE = "trainer_state"
 IMAGES, REFERENCE = "images", "reference"
 """Columns of each row's images and of the image that it edits, which are large: only functions with arguments of these

@@ -115,14 +115,14 @@ def test_an_action_that_cannot_be_executed_costs_a_step_and_is_reported(make_env
 class Sum(PageEnv):
     """A question whose answer is what the agent finishes with."""
 
-    def _task(self, options, seed):
+    def make_task(self, options, seed):
         return {}
 
-    def _begin(self, page, task, seed):
+    def begin(self, page, task, seed):
         page.load_html("<p>2 + 2</p>")
         return "Read the sum and finish with its value."
 
-    def _after(self, page):
+    def verdict(self, page):
         page.settle()
         return PageVerdict(float(self.answer == "4"), self.answer == "4", False)
 

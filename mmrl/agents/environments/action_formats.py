@@ -38,6 +38,17 @@ class UnreadableError(ValueError):
         self.detail = detail
 
 
+def read_literal(text: str) -> Any:
+    """Read text, numbers, None, lists and dicts as Python writes them, without running anything; tuples are lists.
+
+    Raises:
+        UnreadableError: it is something else, too long or too deep.
+    """
+    value = _value(_parse(text.strip(), 0))
+    check_value(value)
+    return value
+
+
 def read_call(text: str) -> tuple[str, dict[str, Any]]:
     """Read a call such as `click(start_box='(10,20)', times=2)`."""
     name, values, arguments = parse_call(text)

@@ -89,8 +89,8 @@ def read_screenspot(cells: Cells, context: RowContext) -> Annotation:
     Source: njucckevin/SeeClick pretrain/screenspot_test.py.
     """
     platform = _in_name(context.file, "mobile", "desktop", "web")
-    groups = {"platform": platform, "type": _text(cells, "data_type"), "source": str(cells.get("data_source", ""))}
-    return _annotation(cells, context, groups, image=_text(cells, "img_filename"), target=_box(cells, "bbox"))
+    groups = {"platform": platform, "type": text_cell(cells, "data_type"), "source": str(cells.get("data_source", ""))}
+    return _annotation(cells, context, groups, image=text_cell(cells, "img_filename"), target=box_cell(cells, "bbox"))
 
 
 def read_screenspot_parquet(cells: Cells, context: RowContext) -> Annotation:
@@ -100,9 +100,9 @@ def read_screenspot_parquet(cells: Cells, context: RowContext) -> Annotation:
     """
     if cells.get("image") is None:
         raise RowError("no column image")
-    source = _text(cells, "data_source")
-    groups = {"platform": PLATFORMS.get(source.lower(), "web"), "type": _text(cells, "data_type"), "source": source}
-    return _annotation(cells, context, groups, image=cells["image"], target=_box(cells, "bbox"))
+    source = text_cell(cells, "data_source")
+    groups = {"platform": PLATFORMS.get(source.lower(), "web"), "type": text_cell(cells, "data_type"), "source": source}
+    return _annotation(cells, context, groups, image=cells["image"], target=box_cell(cells, "bbox"))
 
 
 def read_screenspot_pro(cells: Cells, context: RowContext) -> Annotation:
@@ -110,15 +110,15 @@ def read_screenspot_pro(cells: Cells, context: RowContext) -> Annotation:
 
     Source: likaixin2000/ScreenSpot-Pro-GUI-Grounding eval_screenspot_pro.py.
     """
-    groups = {name: _text(cells, name) for name in ("group", "application", "platform")}
+    groups = {name: text_cell(cells, name) for name in ("group", "application", "platform")}
     return _annotation(
         cells,
         context,
-        {**groups, "type": _text(cells, "ui_type")},
+        {**groups, "type": text_cell(cells, "ui_type")},
         id=cells.get("id"),
-        image=_text(cells, "img_filename"),
+        image=text_cell(cells, "img_filename"),
         instruction="instruction_cn" if context.language == "cn" else "instruction",
-        target=_box(cells, "bbox"),
+        target=box_cell(cells, "bbox"),
         size="img_size",
     )
 
@@ -130,15 +130,15 @@ def read_mmbench_gui(cells: Cells, context: RowContext) -> Annotation:
 
     Source: open-compass/MMBench-GUI benchmarks/l2_element_grounding.py.
     """
-    platform = _text(cells, "platform")
-    box = tuple(0 if number == -1 else number for number in _box(cells, "bbox"))
-    groups = {"platform": platform, "level": _text(cells, "grounding_type"), "type": _text(cells, "data_type")}
+    platform = text_cell(cells, "platform")
+    box = tuple(0 if number == -1 else number for number in box_cell(cells, "bbox"))
+    groups = {"platform": platform, "level": text_cell(cells, "grounding_type"), "type": text_cell(cells, "data_type")}
     return _annotation(
         cells,
         context,
         {**groups, "application": str(cells.get("app_name", ""))},
         id=cells.get("index"),
-        image=f"{platform}/{_text(cells, 'image_path')}",
+        image=f"{platform}/{text_cell(cells, 'image_path')}",
         target=box,
         form=context.form if max(box) <= 1 else BoxForm.XYXY,
         size="image_size",
@@ -150,14 +150,14 @@ def read_ui_vision(cells: Cells, context: RowContext) -> Annotation:
 
     Source: uivision/UI-Vision eval/grounding/eval_uivision.py.
     """
-    x1, y1, x2, y2 = _box(cells, "bbox")
+    x1, y1, x2, y2 = box_cell(cells, "bbox")
     columns = {"category": "category", "type": "element_type", "application": "platform"}
     optional = {name: str(cells[key]) for name, key in columns.items() if cells.get(key)}
     return _annotation(
         cells,
         context,
         {"setting": _in_name(context.file, "basic", "functional", "spatial"), **optional},
-        image=_text(cells, "image_path"),
+        image=text_cell(cells, "image_path"),
         instruction="prompt_to_evaluate",
         target=(min(x1, x2), min(y1, y2), max(x1, x2), max(y1, y2)),
         size="image_size",
@@ -169,12 +169,12 @@ def read_osworld_g(cells: Cells, context: RowContext) -> Annotation:
 
     Source: showlab/FocusUI evaluation/os_world_g_eval.py; EvolvingLMMs-Lab/lmms-eval lmms_eval/tasks/osworld_g.
     """
-    kind = _text(cells, "box_type").lower()
+    kind = text_cell(cells, "box_type").lower()
     target: Sequence[float] | Refusal = Refusal()
     if kind == "bbox":
-        target = _box(cells, "box_coordinates")
+        target = box_cell(cells, "box_coordinates")
     elif kind == "polygon":
-        target = _numbers(cells, "box_coordinates")
+        target = number_cells(cells, "box_coordinates")
         if len(target) < 6 or len(target) % 2:
             raise RowError(f"box_coordinates has {len(target)} numbers; expected x, y of at least 3 corners")
     elif kind != "refusal":
@@ -184,7 +184,7 @@ def read_osworld_g(cells: Cells, context: RowContext) -> Annotation:
         context,
         {"target": kind, "on_screen": "absent" if kind == "refusal" else "present"},
         id=cells.get("id"),
-        image=cells.get("image") if cells.get("image") is not None else _text(cells, "image_path"),
+        image=cells.get("image") if cells.get("image") is not None else text_cell(cells, "image_path"),
         target=target,
         form=context.form if kind == "bbox" else None,
         size="image_size",
@@ -220,7 +220,7 @@ def read_i2e(cells: Cells, context: RowContext) -> Annotation:
     if not isinstance(kind, str):
         raise RowError("annotations.instr_type is missing; expected explicit or implicit")
     groups = {"instruction": kind.lower(), "source": str(cells.get("source", "")).lower()}
-    return _annotation(cells, context, groups, image=_text(cells, "image"), target=_box(cells, "bounding_box"))
+    return _annotation(cells, context, groups, image=text_cell(cells, "image"), target=box_cell(cells, "bounding_box"))
 
 
 def _annotation(
@@ -241,10 +241,10 @@ def _annotation(
         id=str(id or f"{context.file.stem}-{context.number}"),
         place=context.place,
         image=image,
-        instruction=_text(cells, instruction),
+        instruction=text_cell(cells, instruction),
         target=target,
         form=context.form if form == "" else form,  # type: ignore[arg-type]
-        size=_size(cells, size),
+        size=size_cell(cells, size),
         groups={name: (value,) for name, value in groups.items()},
     )
 
@@ -257,51 +257,56 @@ def _in_name(file: Path, *words: str) -> str:
     return found[0]
 
 
-def _text(cells: Cells, name: str) -> str:
-    value = _cell(cells, name)
+def text_cell(cells: Cells, name: str) -> str:
+    """A column that holds a text; raises RowError."""
+    value = cell_of(cells, name)
     if not isinstance(value, str):
-        raise RowError(f"{name} is {_short(value)}; expected a text")
+        raise RowError(f"{name} is {shortened(value)}; expected a text")
     if not value.strip():
         raise RowError(f"{name} is blank")
     return value
 
 
-def _box(cells: Cells, name: str) -> tuple[float, ...]:
-    numbers = _numbers(cells, name)
+def box_cell(cells: Cells, name: str) -> tuple[float, ...]:
+    """A column that holds four numbers; raises RowError."""
+    numbers = number_cells(cells, name)
     if len(numbers) != 4:
         raise RowError(f"{name} has {len(numbers)} numbers; expected 4")
     return numbers
 
 
-def _numbers(cells: Cells, name: str) -> tuple[float, ...]:
-    value = _cell(cells, name)
+def number_cells(cells: Cells, name: str) -> tuple[float, ...]:
+    """A column that holds finite numbers; raises RowError."""
+    value = cell_of(cells, name)
     if not isinstance(value, list | tuple):
-        raise RowError(f"{name} is {_short(value)}; expected a list of numbers")
+        raise RowError(f"{name} is {shortened(value)}; expected a list of numbers")
     for number in value:
         # bool is an int in Python
         if isinstance(number, bool) or not isinstance(number, int | float) or not math.isfinite(number):
-            raise RowError(f"{name} contains {_short(number)}; expected finite numbers")
+            raise RowError(f"{name} contains {shortened(number)}; expected finite numbers")
     return tuple(value)
 
 
-def _size(cells: Cells, name: str) -> Size | None:
+def size_cell(cells: Cells, name: str) -> Size | None:
     """Width and height; None if the row has no such column."""
     if cells.get(name) is None:
         return None
-    numbers = _numbers(cells, name)
+    numbers = number_cells(cells, name)
     if len(numbers) != 2 or min(numbers) < 1 or any(number != int(number) for number in numbers):
-        raise RowError(f"{name} is {_short(list(numbers))}; expected [width, height] in pixels")
+        raise RowError(f"{name} is {shortened(list(numbers))}; expected [width, height] in pixels")
     return int(numbers[0]), int(numbers[1])
 
 
-def _cell(cells: Cells, name: str) -> Any:
+def cell_of(cells: Cells, name: str) -> Any:
+    """A column that is not empty; raises RowError."""
     if cells.get(name) is None:
         found = ", ".join(key for key, value in cells.items() if value is not None) or "none"
         raise RowError(f"no column {name}; the row has: {found}")
     return cells[name]
 
 
-def _short(value: Any) -> str:
+def shortened(value: Any) -> str:
+    """A value for a message."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 

@@ -25,6 +25,17 @@ MAX_KEYS = 64
 MAX_WAIT_S = 10
 MAX_ANSWER_CHARS = 4000
 DRAG_STEPS = 4
+LONG_PRESS_MS = 600
+"""Milliseconds; phones take a touch of half a second as a long one."""
+MAX_NAME_CHARS = 200
+PHONE = """([action, app]) => {
+  const event = new CustomEvent(`mmrl:${action}`, { cancelable: true, detail: { app } });
+  if (!window.dispatchEvent(event)) return true;
+  if (action !== 'press_back' || !window.navigation || !navigation.canGoBack) return false;
+  navigation.back();
+  return true;
+}"""
+"""Tell the page of a phone's button; whether it was handled, by the page or as the browser's way back."""
 
 
 class ActionError(ValueError):
@@ -69,7 +80,7 @@ class PageCommand:
     name: str
     points: tuple[Point, ...] = ()
     text: str = ""
-    """Text to type, keys by their playwright names separated by spaces, or the final answer."""
+    """Text to type, keys by their playwright names separated by spaces, the name of an app, or the final answer."""
     scroll_px: Point = (0, 0)
     """Distance in CSS pixels, right and down."""
     seconds: float = 0.0
@@ -86,16 +97,19 @@ class ActionKind:
     """Its arguments and effect, for prompts."""
 
 
-def read_action(name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint) -> PageCommand:
-    """Check an action; raises ActionError."""
-    if name not in ACTIONS:
-        raise ActionError("unknown_action", f"There is no action {name[:60]!r}; the actions are: {', '.join(ACTIONS)}.")
+def read_action(
+    name: str, arguments: Mapping[str, Any], viewpoint: Viewpoint, actions: Mapping[str, ActionKind] | None = None
+) -> PageCommand:
+    """Check an action, by default one of `ACTIONS`; raises ActionError."""
+    known = ACTIONS if actions is None else actions
+    if name not in known:
+        raise ActionError("unknown_action", f"There is no action {name[:60]!r}; the actions are: {', '.join(known)}.")
     # each reader removes what it knows; what is left over is an argument that the action does not have
     left = dict(arguments)
-    command = ACTIONS[name].read(name, left, viewpoint)
+    command = known[name].read(name, left, viewpoint)
     if left:
         extra = ", ".join(map(str, list(left)[:5]))[:100]
-        raise ActionError("wrong_arguments", f"The action {name} has no argument {extra}. {ACTIONS[name].summary}")
+        raise ActionError("wrong_arguments", f"The action {name} has no argument {extra}. {known[name].summary}")
     return command
 
 
@@ -103,7 +117,7 @@ def execute_command(command: PageCommand, page: GuardedPage) -> None:
     """Execute a command; returns when the page has handled the input.
 
     Raises:
-        ActionError: a popup outside of the page is in the way; it is closed.
+        ActionError: a popup outside of the page is in the way (it is closed), or the page has no such button.
     """
     # the mouse acts in CSS pixels
     points = [(x / page.scale, y / page.scale) for x, y in command.points]
@@ -133,7 +147,15 @@ def _perform(command: PageCommand, page: GuardedPage, points: Sequence[Point]) -
             # in several steps: pages recognise a drag by the motion between
             mouse.move(*points[1], steps=DRAG_STEPS)
             mouse.up()
-        case "scroll":
+        case "long_press":
+            mouse.move(*points[0])
+            mouse.down()
+            page.page.wait_for_timeout(LONG_PRESS_MS)
+            mouse.up()
+        case "press_home" | "press_back" | "open_app":
+            if not page.page.evaluate(PHONE, [command.name, command.text]):
+                raise ActionError("not_possible", f"The page does not react to {command.name}.")
+        case "scroll" | "swipe":
             # the wheel acts on what is under the pointer
             mouse.move(*points[0])
             mouse.wheel(*command.scroll_px)
@@ -172,6 +194,30 @@ def _scroll(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> PageComman
         point = viewpoint.to_image(_point(name, left, "point", ("x", "y")))
     right, down = DIRECTIONS[direction]
     return PageCommand(name, (point,), scroll_px=(right * amount, down * amount))
+
+
+def _swipe(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> PageCommand:
+    """Read a move of the finger, which moves the content along: a scroll in the opposite direction."""
+    direction = left.pop("direction", None)
+    if not isinstance(direction, str) or direction not in DIRECTIONS or "unit" in left:
+        raise _wrong(name)
+    side = viewpoint.image_wh[DIRECTIONS[direction][0] == 0]
+    moved = {"amount": min(side / viewpoint.scale / 2, MAX_SCROLL_PX)} | left | {"direction": OPPOSITE[direction]}
+    left.clear()
+    command = _scroll(name, moved, viewpoint)
+    left.update(moved)
+    return command
+
+
+def _button(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> PageCommand:
+    return PageCommand(name)
+
+
+def _open_app(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> PageCommand:
+    app = left.pop("app_name", None)
+    if not isinstance(app, str) or not 0 < len(app) <= MAX_NAME_CHARS:
+        raise _wrong(name)
+    return PageCommand(name, text=app)
 
 
 def _type(name: str, left: dict[str, Any], viewpoint: Viewpoint) -> PageCommand:
@@ -236,7 +282,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _wrong(name: str) -> ActionError:
-    return ActionError("wrong_arguments", f"The action {name} needs other arguments. {ACTIONS[name].summary}")
+    summary = (ACTIONS | MOBILE_ACTIONS)[name].summary
+    return ActionError("wrong_arguments", f"The action {name} needs other arguments. {summary}")
 
 
 def _shown(point: Point) -> str:
@@ -244,6 +291,7 @@ def _shown(point: Point) -> str:
 
 
 DIRECTIONS: dict[str, Point] = {"up": (0, -1), "down": (0, 1), "left": (-1, 0), "right": (1, 0)}
+OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 CHARACTERS = frozenset(string.ascii_letters + string.digits + "-=[];',./`\\")
 MODIFIERS = {"ctrl": "Control", "control": "Control", "shift": "Shift", "alt": "Alt", "meta": "Meta", "cmd": "Meta"}
 KEYS = {
@@ -277,3 +325,13 @@ ACTIONS: dict[str, ActionKind] = {
     "fail": ActionKind(_end, "fail(): the task cannot be done."),
 }
 """Actions by name."""
+
+MOBILE_ACTIONS: dict[str, ActionKind] = {
+    **{name: kind for name, kind in ACTIONS.items() if name != "right_click"},
+    "long_press": ActionKind(_at_point, "long_press(x, y): keep the finger on a point."),
+    "swipe": ActionKind(_swipe, "swipe(direction): move the finger up, down, left or right; optional amount and x, y."),
+    "open_app": ActionKind(_open_app, "open_app(app_name): open an app by its name."),
+    "press_home": ActionKind(_button, "press_home(): go to the home screen."),
+    "press_back": ActionKind(_button, "press_back(): go back."),
+}
+"""Actions of a phone by name."""

@@ -12,6 +12,7 @@ import contextlib
 import importlib.util
 import math
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -42,6 +43,9 @@ INSTALL_BROWSER = (
 WATCH_SECONDS = 0.1
 """Seconds between checks of the current call's deadline."""
 INSTALL_PACKAGE = "pip install 'mmrl-suite[gui]'"
+NO_HOSTS = "--host-resolver-rules=MAP * ~NOTFOUND"
+HOST = re.compile(r"[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?")
+"""A host name or an IPv4 address, in lower case."""
 ARGUMENTS = (
     "--no-sandbox",  # containers have no user namespaces for it; pages are local files, and offline
     "--disable-gpu",
@@ -52,7 +56,7 @@ ARGUMENTS = (
     "--font-render-hinting=none",
     "--force-color-profile=srgb",
     # an offline context still lets WebTransport send datagrams, even to localhost; the second flag blocks WebRTC's
-    "--host-resolver-rules=MAP * ~NOTFOUND",
+    NO_HOSTS,
     "--webrtc-ip-handling-policy=disable_non_proxied_udp",
 )
 
@@ -73,6 +77,21 @@ class BrowserSettings:
     """Time limit for starting the browser."""
     pages_per_start: int = bounded(2000, at_least=1)
     """Number of pages after which the browser restarts, because its memory grows."""
+    allow_hosts: tuple[str, ...] = ()
+    """Hosts that pages may reach, such as 127.0.0.1 or shop.test, at any port. Other hosts cannot even be resolved, and
+    requests for them are counted. Default: none, the browser is offline."""
+
+    def validate(self) -> None:
+        """Check the names of the hosts; raises UserError."""
+        if isinstance(self.allow_hosts, str):
+            raise UserError(f"allow_hosts is the text {self.allow_hosts!r}; expected a list of hosts")
+        for host in self.allow_hosts:
+            # a part of the browser's command line
+            if not isinstance(host, str) or not HOST.fullmatch(host):
+                raise UserError(
+                    f"allow_hosts has {host!r}; expected the name of a host or its IPv4 address, in lower case, "
+                    "without scheme, port or path"
+                )
 
 
 class Browser:
@@ -80,6 +99,7 @@ class Browser:
 
     def __init__(self, settings: BrowserSettings | None = None) -> None:
         self.settings = settings or BrowserSettings()
+        self.settings.validate()
         self.generation = 0
         """Number of starts so far; contexts of earlier starts no longer exist."""
         self.restarts = 0
@@ -105,14 +125,14 @@ class Browser:
         self.close()
 
     def open_context(self, width: int, height: int, scale: float = 1.0, locale: str = "en-US") -> BrowserContext:
-        """A separate offline context (cookies, storage, windows) with a viewport in CSS pixels."""
+        """A separate context (cookies, storage, windows), offline unless hosts are allowed; viewport in CSS pixels."""
         self._check_thread()
         with self.limited("opening a context"):
             context: BrowserContext = self._browser.new_context(
                 viewport={"width": width, "height": height},
                 device_scale_factor=scale,
-                # pages are local files or strings; nothing from the network may enter an episode
-                offline=True,
+                # nothing from the network may enter an episode, but for hosts that the user allows
+                offline=not self.settings.allow_hosts,
                 accept_downloads=False,
                 locale=locale,
                 timezone_id="UTC",  # or a page that shows a time would depend on the machine
@@ -185,7 +205,7 @@ class Browser:
             self._browser = self._playwright.chromium.launch(
                 executable_path=self._program,
                 headless=True,
-                args=list(ARGUMENTS),
+                args=self._arguments(),
                 env={**os.environ, "TMPDIR": self._folder.name},
                 timeout=1000 * self.settings.start_timeout_s,
                 handle_sigint=False,  # the process that runs the environment decides what a signal means
@@ -205,6 +225,15 @@ class Browser:
         # One event per start: the watcher of the last browser must not be revived, or it would kill this one.
         self._ended = threading.Event()
         threading.Thread(target=self._watch, args=(self._ended,), daemon=True).start()
+
+    def _arguments(self) -> list[str]:
+        """Command line of the browser, which resolves the allowed hosts alone."""
+        hosts = self.settings.allow_hosts
+        if not hosts:
+            return list(ARGUMENTS)
+        rules = "".join(f" , EXCLUDE {host}" for host in hosts)
+        # a proxy would resolve names by itself
+        return [*(f"{each}{rules}" if each == NO_HOSTS else each for each in ARGUMENTS), "--no-proxy-server"]
 
     def _watch(self, ended: threading.Event) -> None:
         """Kill the browser when a call exceeds its deadline; a timer per call would cost more than a click."""

@@ -134,7 +134,7 @@ class MiniWobEnv(PageEnv):
             time.sleep(self.settings.wait_s)
         return super().step(action)
 
-    def _task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    def make_task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
         unknown = [str(key) for key in options if key not in TASK_FIELDS]
         if unknown:
             raise UserError(f"a task has no entry {unknown[0]!r}; it may have {', '.join(TASK_FIELDS)}")
@@ -144,7 +144,7 @@ class MiniWobEnv(PageEnv):
         # a seed in the options wins over the episode's
         return {"seed": seed, **options, "name": name}
 
-    def _begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
+    def begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
         # A fresh document: what an agent did to the last one (scroll, selection, open dialogs) would stay otherwise.
         page.load_file(page_file(task["name"]), miniwob_folder().parent)
         started = page.evaluate(BEGIN, str(task["seed"]))
@@ -154,7 +154,7 @@ class MiniWobEnv(PageEnv):
             raise BrowserFailure(f"the page {task['name']} was not ready within 5 seconds")
         return str(started["instruction"])
 
-    def _after(self, page: GuardedPage) -> PageVerdict:
+    def verdict(self, page: GuardedPage) -> PageVerdict:
         report = page.evaluate(REPORT)
         done, reward = bool(report["done"]), float(report["reward"])
         info = {"raw_reward": reward, "reason": report["reason"]}

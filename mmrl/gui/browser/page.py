@@ -14,8 +14,11 @@ and the agent gets a message.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -26,13 +29,14 @@ from urllib.request import url2pathname
 
 import numpy as np
 
+from mmrl.errors import UserError
 from mmrl.files import open_image_file
-from mmrl.gui.browser.browser import Browser
+from mmrl.gui.browser.browser import Browser, BrowserFailure
 from mmrl.gui.grounding.coords import Box, Point
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from playwright.sync_api import Dialog, Download, ElementHandle, Frame, Page, Route
+    from playwright.sync_api import Dialog, Download, ElementHandle, Frame, Page, Request, Route
 
 
 DEEPEST_FRAME = 8
@@ -139,8 +143,12 @@ def open_in_page(page: Page, point: Point) -> None:
 
 def restore_closed(page: Page) -> None:
     """Restore the original style of selects whose list is closed."""
+    from playwright.sync_api import Error
+
     for frame in _frames(page):
-        frame.evaluate(RESTORE)
+        # a document that the action leaves cannot answer, and needs no style any more
+        with contextlib.suppress(Error):
+            frame.evaluate(RESTORE)
 
 
 def refusal_of(page: Page, point: Point, scale: float) -> str:
@@ -208,6 +216,8 @@ FRAME_CLIP = """(frame, boxes) => {
 }"""
 """The visible part of a frame's boxes, and why a click at their centre does not reach them."""
 SETTLE = "() => new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))"
+PAUSE_MS = 20
+"""Milliseconds between two looks at whether a page has arrived."""
 
 
 class GuardedPage:
@@ -225,8 +235,13 @@ class GuardedPage:
         self.browser = browser
         self.scale = scale
         self.generation = browser.generation
+        self.allow_hosts = frozenset(browser.settings.allow_hosts)
+        """Hosts that the page may reach, from the settings of the browser."""
+        self.blocked: Counter[str] = Counter()
+        """Requests to other hosts that were blocked since a page was loaded, by host."""
         self._events: list[str] = []
         self._loading = False
+        self._awaited = self._arrived = False
         self._html = ""
         self._files: Path | None = None
         self._context = browser.open_context(width, height, scale, locale)
@@ -237,6 +252,10 @@ class GuardedPage:
             self._page.on("dialog", self._dismiss)
             self._page.on("download", self._refuse_download)
             self._page.on("framenavigated", self._note_address)
+            if self.allow_hosts:
+                self._page.on("request", self._note_request)
+                self._page.on("requestfinished", self._note_end)
+                self._page.on("requestfailed", self._note_end)
             self._page.route("**/*", self._check_request)
 
     @property
@@ -263,9 +282,31 @@ class GuardedPage:
         self._files = (file.parent if folder is None else folder).resolve()
         self._load(lambda: self._page.goto(file.as_uri(), wait_until="load"), f"loading {file}")
 
+    def load_url(self, url: str) -> None:
+        """Show a page of an allowed host.
+
+        Args:
+            url: address with scheme and host.
+
+        Raises:
+            UserError: the host is not among `BrowserSettings.allow_hosts`.
+            BrowserFailure: the page does not load, or its status is an error.
+        """
+        if not self._may_reach(url):
+            allowed = ", ".join(sorted(self.allow_hosts)) or "none"
+            raise UserError(f"{url} is not of an allowed host; browser.allow_hosts has: {allowed}")
+        self._files = None
+        self._load(lambda: self._open(url), f"loading {url}")
+
+    def _open(self, url: str) -> None:
+        answer = self._page.goto(url, wait_until="load")
+        if answer is not None and not answer.ok:
+            raise BrowserFailure(f"{url} answered with status {answer.status}")
+
     def _load(self, load: Callable[[], Any], what: str) -> None:
         self.browser.pages += 1
         self._loading = True
+        self.blocked.clear()
         try:
             with self.browser.limited(what):
                 self._page.mouse.move(0, 0)  # at its last position it would hover over something
@@ -273,6 +314,7 @@ class GuardedPage:
                 self._page.evaluate(FREEZE)
         finally:
             self._loading = False
+            self._awaited = self._arrived = False
         # What the page attempted while loading is not the agent's doing.
         self._events.clear()
 
@@ -282,8 +324,36 @@ class GuardedPage:
             return self._page.evaluate(script, argument)
 
     def settle(self) -> None:
-        """Wait until changes of the page are drawn."""
-        self.evaluate(SETTLE)
+        """Wait until changes of the page are drawn; on allowed hosts, also until a page that was opened has loaded.
+
+        Raises:
+            BrowserFailure: the page does not load within the browser's `timeout_s`.
+        """
+        if not self.allow_hosts:
+            self.evaluate(SETTLE)
+            return
+        deadline = time.monotonic() + self.browser.settings.timeout_s
+        with self.browser.limited("waiting for a page"):
+            while not self._is_settled():
+                if time.monotonic() > deadline:
+                    raise BrowserFailure(f"a page did not load within {self.browser.settings.timeout_s:g} s")
+                # events arrive while the driver waits
+                self._page.wait_for_timeout(PAUSE_MS)
+
+    def _is_settled(self) -> bool:
+        """Whether no page is awaited, the last one is prepared, and its changes are drawn."""
+        from playwright.sync_api import Error
+
+        try:
+            if self._arrived:
+                self._page.wait_for_load_state("load")
+                self._arrived = False
+                self._page.evaluate(FREEZE)
+            self._page.evaluate(SETTLE)
+        except Error:
+            # the document was replaced meanwhile; a browser that died fails in the next call
+            return False
+        return not self._awaited and not self._arrived
 
     def screenshot(self) -> NDArray[np.uint8]:
         """The visible part as (H, W, 3) uint8 RGB."""
@@ -315,9 +385,33 @@ class GuardedPage:
         window.close()
 
     def _note_address(self, frame: Frame) -> None:
-        # about:blank and a reload of a page without an address make no request that could be refused
-        if frame == self._page.main_frame and not self._loading:
+        if frame != self._page.main_frame or self._loading:
+            return
+        self._awaited = False
+        if self._may_reach(frame.url):
+            self._arrived = True
+        else:
+            # about:blank and a reload of a page without an address make no request that could be refused
             self._events.append(f"left the page: {frame.url[:200]}")
+
+    def _note_request(self, request: Request) -> None:
+        # the driver checks only the first request of a redirect; the rest fails because its host has no address
+        if request.redirected_from is not None and _is_remote(request.url) and not self._may_reach(request.url):
+            self._block(request.url)
+        elif self._is_main(request):
+            self._awaited = True
+
+    def _note_end(self, request: Request) -> None:
+        # downloads and answers without content end without a new page
+        if self._is_main(request):
+            self._awaited = False
+
+    def _is_main(self, request: Request) -> bool:
+        """Whether a request opens another page in the window."""
+        return request.is_navigation_request() and request.frame == self._page.main_frame
+
+    def _block(self, url: str) -> None:
+        self.blocked[urlsplit(url).hostname or ""] += 1
 
     def _check_request(self, route: Route) -> None:
         request = route.request
@@ -329,11 +423,20 @@ class GuardedPage:
             self._events.append(f"file: {request.url[:200]}")
             route.abort("aborted")
             return
-        if self._loading or not request.is_navigation_request():
+        if self._may_reach(request.url):
             route.continue_()
+            return
+        if _is_remote(request.url):
+            self._block(request.url)
+        if self._loading or not request.is_navigation_request():
+            route.continue_()  # offline or without an address, so that it fails
             return
         self._events.append(f"navigation: {request.url[:200]}")
         route.abort("aborted")  # this reason keeps the page; any other shows an error page instead
+
+    def _may_reach(self, url: str) -> bool:
+        """Whether a URL is one of an allowed host."""
+        return _is_remote(url) and urlsplit(url).hostname in self.allow_hosts
 
     def _may_read(self, url: str) -> bool:
         """Whether a URL is not a file, or is a file in the page's folder."""
@@ -342,6 +445,10 @@ class GuardedPage:
             return True
         # resolve() follows links and "..", which could otherwise lead out of the folder
         return self._files is not None and Path(url2pathname(parts.path)).resolve().is_relative_to(self._files)
+
+
+def _is_remote(url: str) -> bool:
+    return urlsplit(url).scheme in ("http", "https", "ws", "wss")
 
 
 @dataclass(frozen=True)

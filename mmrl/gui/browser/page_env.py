@@ -22,7 +22,16 @@ from mmrl.agents.environments.environment import Action, Observation
 from mmrl.agents.environments.videos import MARKS
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, choice
-from mmrl.gui.browser.actions import ACTIONS, ActionError, PageCommand, Viewpoint, execute_command, read_action
+from mmrl.gui.browser.actions import (
+    ACTIONS,
+    MOBILE_ACTIONS,
+    ActionError,
+    ActionKind,
+    PageCommand,
+    Viewpoint,
+    execute_command,
+    read_action,
+)
 from mmrl.gui.browser.browser import Browser, BrowserFailure, BrowserSettings, process_browser
 from mmrl.gui.browser.page import Element, GuardedPage, read_elements
 from mmrl.gui.grounding.coords import CoordinateSpace, Point, Resize, coordinate_space
@@ -57,11 +66,15 @@ class PageEnvSettings:
     """Reward a partly solved episode with the solved fraction instead of 0."""
     end_when_solved: bool = True
     """Whether the episode ends as soon as it is solved; otherwise the agent has to take the action finish."""
+    mobile: bool = False
+    """Whether the agent also has the actions of a phone (long_press, swipe, open_app, press_home, press_back), and no
+    right button."""
     browser: BrowserSettings = field(default_factory=BrowserSettings)
-    """Settings of the browser."""
+    """Settings of the browser, among them `allow_hosts`."""
 
     def validate(self) -> None:
-        """Check rules between fields; raises UserError."""
+        """Check rules between fields, and the hosts; raises UserError."""
+        self.browser.validate()
         if self.space is CoordinateSpace.ABS_RESIZED and self.resize is None:
             raise UserError(
                 "the coordinate space abs_resized needs `resize`, the size at which the model sees the image"
@@ -83,9 +96,10 @@ class PageVerdict:
 class ActionSpace(spaces.Space[dict[str, Any]]):
     """Actions as {"name": ..., "arguments": {...}}."""
 
-    def __init__(self, viewpoint: Viewpoint, seed: int | None = None) -> None:
+    def __init__(self, viewpoint: Viewpoint, actions: Mapping[str, ActionKind], seed: int | None = None) -> None:
         super().__init__(None, None, seed)
         self._viewpoint = viewpoint
+        self._actions = actions
 
     def sample(self, mask: Any = None, probability: Any = None) -> dict[str, Any]:
         """A random click in eight of ten cases, otherwise a wait or a scroll."""
@@ -101,23 +115,44 @@ class ActionSpace(spaces.Space[dict[str, Any]]):
     def contains(self, x: Any) -> bool:
         """Whether it is an executable action."""
         try:
-            read_action(x["name"], x["arguments"], self._viewpoint)
+            read_action(x["name"], x["arguments"], self._viewpoint, self._actions)
         except (ActionError, KeyError, TypeError):
             return False
         return True
 
 
 class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
-    """Base class of environments whose episodes run in a page.
+    """An environment whose episodes run in a page: HTML, files, or a site of an allowed host.
+
+    A subclass loads the page in `begin` and judges it in `verdict`; `make_task` may complete or check the task.
+
+        class Counter(PageEnv):
+            def begin(self, page, task, seed):
+                page.load_html("<button onclick='this.textContent++'>0</button>")
+                return "Click three times."
+
+            def verdict(self, page):
+                page.settle()
+                clicks = page.evaluate("() => Number(document.querySelector('button').textContent)")
+                return PageVerdict(float(clicks == 3), clicks == 3, done=clicks > 3)
+
+    Cookies and storage of sites are new in every episode; what a server keeps is the subclass's to reset, in `begin`.
 
     Args:
-        settings: what the agent sees, and how long it may act.
+        settings: what the agent sees and can do, and how long it may act.
         browser: a running browser; None uses that of the process.
     """
 
-    def __init__(self, settings: PageEnvSettings, browser: Browser | None = None) -> None:
+    def __init__(self, settings: PageEnvSettings | None = None, browser: Browser | None = None) -> None:
+        settings = settings or PageEnvSettings()
         check_config(settings, "environment")
+        if browser is not None and not {*settings.browser.allow_hosts} <= {*browser.settings.allow_hosts}:
+            raise UserError(
+                f"the environment allows the hosts {', '.join(settings.browser.allow_hosts)}, but its browser was "
+                f"started with {', '.join(browser.settings.allow_hosts) or 'none'}"
+            )
         self.settings = settings
+        self._kinds = MOBILE_ACTIONS if settings.mobile else ACTIONS
         # the viewport is in CSS pixels; the screenshot may differ by a pixel from the requested size
         self._css_wh = round(settings.width_px / settings.scale), round(settings.height_px / settings.scale)
         image_wh = round(self._css_wh[0] * settings.scale), round(self._css_wh[1] * settings.scale)
@@ -125,7 +160,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         # model_wh only with a resize: without one, the agent's image is the screenshot
         self.viewpoint = Viewpoint(settings.space, image_wh, model_wh, settings.scale)
         width, height = model_wh or image_wh
-        self.action_space = ActionSpace(self.viewpoint)
+        self.action_space = ActionSpace(self.viewpoint, self._kinds)
         self.observation_space = spaces.Dict(
             image=spaces.Box(0, 255, (height, width, 3), np.uint8),
             instruction=spaces.Text(MAX_INSTRUCTION_CHARS, min_length=0, charset=CHARACTERS),
@@ -138,13 +173,13 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         self._steps = 0
         self._instruction = ""
         self.answer = ""
-        """Answer with which the agent ended the episode, for `_after`; empty without one."""
+        """Answer with which the agent ended the episode, for `verdict`; empty without one."""
         self._image: NDArray[np.uint8] = np.zeros((image_wh[1], image_wh[0], 3), np.uint8)
 
     @property
     def actions(self) -> Mapping[str, str]:
         """The actions with a sentence each."""
-        return {name: kind.summary for name, kind in ACTIONS.items()}
+        return {name: kind.summary for name, kind in self._kinds.items()}
 
     @property
     def page(self) -> GuardedPage:
@@ -168,12 +203,12 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         super().reset(seed=seed)
         number = int(self.np_random.integers(2**31)) if seed is None else seed
         # checked before the browser is asked for a page
-        task = self._task(_task_of(options), number)
+        task = self.make_task(_task_of(options), number)
         self.answer = ""
         # a failed browser costs a retry, not the episode: nothing has been acted yet
         for attempt in range(RESET_ATTEMPTS):
             try:
-                self._instruction = self._begin(self._ready_page(), task, number)
+                self._instruction = self.begin(self._ready_page(), task, number)
                 self._image = self.page.screenshot()
                 elements = [_plain(element) for element in self.elements()]
                 break
@@ -213,17 +248,31 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         self._broken = True
         self._over = True
 
-    @abc.abstractmethod
-    def _task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
-        """The requested task, complete and as plain data; raises UserError."""
+    def make_task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+        """The complete task, as plain data; called before the browser is asked for a page.
+
+        Args:
+            options: the task as given to `reset`.
+            seed: of the episode.
+
+        Returns:
+            The task for `begin`; by default the options, with the seed of the episode unless they have one.
+        """
+        return {"seed": seed, **options}
 
     @abc.abstractmethod
-    def _begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
-        """Load the page of a task and return the instruction."""
+    def begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
+        """Load the page of a task (`load_html`, `load_file` or `load_url`) and return the instruction.
+
+        Args:
+            page: an empty page; after a failure of the browser, this is called again with another one.
+            task: result of `make_task`.
+            seed: of the episode.
+        """
 
     @abc.abstractmethod
-    def _after(self, page: GuardedPage) -> PageVerdict:
-        """Let the page settle after an action and read its verdict, which may depend on `self.answer`."""
+    def verdict(self, page: GuardedPage) -> PageVerdict:
+        """Let the page settle after an action and judge it, which may depend on `self.answer`."""
 
     def _execute(
         self, name: str, arguments: Mapping[str, Any]
@@ -232,14 +281,17 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         # an action that cannot be read still waits: the page may change by itself
         command = PageCommand("wait")
         try:
-            command = read_action(name, arguments, self.viewpoint)
-            # before it is executed: `_after` may judge the answer
+            command = read_action(name, arguments, self.viewpoint, self._kinds)
+            # before it is executed: `verdict` may judge the answer
             self.answer = command.text if command.name in ("finish", "fail") else ""
             execute_command(command, self.page)
         except ActionError as error:
             code, message = error.code, str(error)
+        if self.page.allow_hosts:
+            # an action may have opened another page, which has no answers before it is there
+            self.page.settle()
         # also after a refused action: pages with timers go on
-        verdict = self._after(self.page)
+        verdict = self.verdict(self.page)
         self._image = self.page.screenshot()
         solved = verdict.success and self.settings.end_when_solved
         terminated = verdict.done or solved or command.name in ("finish", "fail")
@@ -251,6 +303,7 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
         info |= {"answer": self.answer} if self.answer else {}
         info |= {MARKS: [self._seen_point(point) for point in command.points]}
         info |= {"action_error": code, "action_message": message, "events": self.page.take_events()}
+        info |= {"blocked_requests": self.page.blocked.total()}
         return self._observation(), reward, terminated, truncated, info
 
     def _seen_point(self, point: Point) -> Point:
@@ -267,6 +320,10 @@ class PageEnv(gymnasium.Env[dict[str, Any], Any], abc.ABC):
             browser.restart()
         elif browser.is_old():
             browser.restart(after_failure=False)
+        if self._page is not None and self._page.allow_hosts:
+            # cookies and storage of the last episode would stay
+            self._page.close()
+            self._page = None
         if self._page is None or not self._page.is_open():
             self._page = GuardedPage(browser, *self._css_wh, scale=self.settings.scale)
         self._broken = False

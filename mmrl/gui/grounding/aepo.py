@@ -44,9 +44,10 @@ class AepoConfig(GroundingParts, VlmConfig):
     """An AEPO run."""
 
     rewards: list[RewardConfig] = field(default_factory=list)
-    """Reward terms in addition to `point`."""
+    """Reward terms in addition to `point`, or all of them with `answer: null`."""
     accuracy_reward: str = FIRST_CORRECT
-    """Reward term used to score correctness in evaluations (1 = correct): the first point is inside the target."""
+    """Reward term used to score correctness in evaluations (1 = correct): the first point is inside the target. With
+    `answer: null`, name one of `rewards`."""
     objective: ObjectiveConfig = field(default_factory=lambda: ObjectiveConfig(preset="aepo"))
     """Objective to optimise. Default: RLOO with clip 0.2/0.4, dual clip 3, no KL, mean of response means."""
 
@@ -58,7 +59,7 @@ class AepoConfig(GroundingParts, VlmConfig):
 
     def scored(self) -> AepoConfig:
         """The same configuration with `point` and its parts among the rewards."""
-        return replace(self, rewards=[*point_rewards(self.answer), *self.rewards])
+        return replace(self, rewards=[*(point_rewards(self.answer) if self.answer else ()), *self.rewards])
 
 
 class AepoRecipe(VlmRecipe):

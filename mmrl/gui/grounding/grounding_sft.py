@@ -29,7 +29,7 @@ class GroundingSftConfig(GroundingParts, SftConfig):
     def scored(self) -> GroundingSftConfig:
         """The same configuration with `point` and its parts among the rewards of the evaluation."""
         evaluation: Any = self.evaluation
-        rewards = [*point_rewards(self.answer), *evaluation.rewards]
+        rewards = [*(point_rewards(self.answer) if self.answer else ()), *evaluation.rewards]
         return replace(self, evaluation=replace(evaluation, rewards=rewards))
 
 

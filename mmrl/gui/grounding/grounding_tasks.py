@@ -28,11 +28,14 @@ from mmrl.gui.grounding.samples import (
     TARGET_COLUMNS,
     AnyOf,
     GroundingSample,
+    NoTarget,
+    Spot,
     draw_answer,
     image_size,
     sample_row,
     target_of,
 )
+from mmrl.gui.grounding.step_rewards import CLICK, step_points
 from mmrl.hub.tables import BadRowError
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, open_image
@@ -118,7 +121,19 @@ def sample_of(task: VlmTask) -> GroundingSample:
     # everything else of the row may be used in the template
     meta = {name: value for name, value in task.columns.items() if name not in (*TARGET_COLUMNS, "original_wh")}
     image: Any = task.images[0]
-    return GroundingSample(image, _size(task), "".join(texts).strip(), target, meta={"id": task.id, **meta})
+    size = _size(task)
+    if isinstance(target, Spot) and not Box(0, 0, *size).contains(target.center):
+        x, y = target.center
+        raise TaskError(
+            "bad_target", task.id, f"the point [{x:g}, {y:g}] is outside the image of {_shown(size)} pixels"
+        )
+    if isinstance(target, NoTarget) and task.columns.get("action") == CLICK:
+        raise TaskError("bad_target", task.id, "the action is click, which needs a target, but no_target is set")
+    return GroundingSample(image, size, "".join(texts).strip(), target, meta={"id": task.id, **meta})
+
+
+def _shown(size: Size) -> str:
+    return f"{size[0]} x {size[1]}"
 
 
 def _size(task: VlmTask) -> Size:
@@ -136,8 +151,8 @@ def _size(task: VlmTask) -> Size:
         size = open_image(source, task.id, max_pixels=task.max_image_pixels).size
     if given is not None and (int(given[0]), int(given[1])) != size:
         swapped = " (the sides are swapped: width comes first)" if (int(given[1]), int(given[0])) == size else ""
-        stated, found = (f"{width} x {height}" for width, height in (given, size))
-        raise TaskError("wrong_size", task.id, f"original_wh is {stated}, but the image has {found} pixels{swapped}")
+        message = f"original_wh is {_shown(given)}, but the image has {_shown(size)} pixels{swapped}"
+        raise TaskError("wrong_size", task.id, message)
     return size
 
 
@@ -307,8 +322,9 @@ class GroundingParts:
 
     grounding: GroundingSettings = field(default_factory=GroundingSettings)
     """Image size and coordinates of the model."""
-    answer: AnswerRules = field(default_factory=AnswerRules)
-    """Required format of a response and its reward: `point`, with its parts at weight 0."""
+    answer: AnswerRules | None = field(default_factory=AnswerRules)
+    """Required format of a response and its reward: `point`, with its parts at weight 0. null: only `rewards` count,
+    such as gui_step."""
 
     def check_screens(self) -> None:
         """Reject video options, which screens do not have, and training on held-out screens; raises ValueError."""
@@ -323,6 +339,11 @@ FIRST_CORRECT = "first_correct"
 """Reward term used to score correctness: the first point is inside the target."""
 BROKEN_DOWN = ("has_correct", "num_pred", "wrong_format")
 """Parts of the reward that evaluations also report by kind of instruction."""
+UNPAID = {
+    NoTarget: "no_target is set, so the reward point would never be paid",
+    Spot: "the point has no radius, which the reward point needs",
+}
+"""Why a run that pays for points cannot use a target."""
 
 
 class Screens(Questions):
@@ -332,25 +353,32 @@ class Screens(Questions):
         config: of a recipe that asks about screens.
     """
 
-    broken_down = BROKEN_DOWN
-
     def __init__(self, config: Any) -> None:
         self.settings: GroundingSettings = config.grounding
-        self.rules: AnswerRules = config.answer
+        self.rules: AnswerRules | None = config.answer
         self.model: ModelConfig = config.model
+        self.broken_down = BROKEN_DOWN if self.rules else ()
 
     def prepare(self, loaded: LoadedTasks, *, training: bool) -> LoadedTasks:
-        """Write the questions with the model's own pixel budget."""
-        return prepare_tasks(loaded, self.settings, self.settings.resize(self.model), training=training)
+        """Write the questions with the model's own pixel budget; raises UserError for targets that are never paid."""
+        prepared = prepare_tasks(loaded, self.settings, self.settings.resize(self.model), training=training)
+        for task in prepared.tasks if self.rules else ():
+            target = target_of(task.columns["grounding"])
+            if type(target) in UNPAID and not getattr(target, "radius", 0):
+                raise UserError(f"{task.id}: {UNPAID[type(target)]}; set answer: null and use the reward gui_step")
+        return prepared
 
     def draw(self, task: VlmTask, text: str, right: bool) -> Image:
         """The screen of a question with its target and the points of a response."""
         needs, image = task.columns["grounding"], cast(Any, task.images[0])
         sample = GroundingSample(image, needs["original_wh"], "", target_of(needs), model_wh=needs["model_wh"])
         settings = self.settings
-        parsed = parse_answer(text, self.rules.parser, no_think=without_think(text, settings.think))
-        # the reference parser lets anything through
-        pairs = [pair for pair in parsed.points if all(isinstance(number, int | float) for number in pair)]
+        if self.rules is None:
+            pairs = step_points(text)
+        else:
+            parsed = parse_answer(text, self.rules.parser, no_think=without_think(text, settings.think))
+            # the reference parser lets anything through
+            pairs = [pair for pair in parsed.points if all(isinstance(number, int | float) for number in pair)]
         points = [sample.to_original((x, y), settings.point_space) for x, y in pairs]
         return draw_answer(sample.load_image(), sample.target, points, right)
 

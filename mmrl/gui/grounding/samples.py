@@ -1,8 +1,9 @@
 """Screens with an instruction and its target: rows in a table, and drawings with the predicted points.
 
 A row has `image`, `instruction`, `original_wh` (optional) and one target, all in pixels of the original image: `bbox`
-[x1, y1, x2, y2], `boxes` (several that are equally right), `polygon` [[x, y], ...] or `refusal` true. Other columns are
-kept. `answers` [[x, y], ...] are worked answers for supervised runs.
+[x1, y1, x2, y2], `boxes` (several that are equally right), `polygon` [[x, y], ...], `point` [x, y] with `radius`,
+`refusal` true, or `no_target` true for a step without a place, such as typing. Other columns are kept. `answers`
+[[x, y], ...] are worked answers for supervised runs.
 """
 
 from __future__ import annotations
@@ -72,6 +73,28 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Spot:
+    """A point of which only the neighbourhood is right."""
+
+    center: Point
+    radius: float = 0.0
+    """Points closer than this are inside; 0 if the reward has its own radius."""
+
+    def contains(self, point: Point) -> bool:
+        """Whether a point is closer than the radius; never for NaN."""
+        return math.dist(point, self.center) < self.radius
+
+
+@dataclass(frozen=True)
+class NoTarget:
+    """A step without a place on the screen, such as typing or going back."""
+
+    def contains(self, point: Point) -> bool:
+        """Never: there is nothing to point at."""
+        return False
+
+
+@dataclass(frozen=True)
 class AnyOf:
     """Several targets that the instruction fits equally well."""
 
@@ -86,7 +109,7 @@ class AnyOf:
         return any(target.contains(point) for target in self.targets)
 
 
-Target: TypeAlias = "Box | Polygon | Refusal | AnyOf"
+Target: TypeAlias = "Box | Polygon | Spot | Refusal | NoTarget | AnyOf"
 
 
 @dataclass(frozen=True)
@@ -141,14 +164,14 @@ class GroundingSample:
         return str(self.meta.get("id") or (self.image if isinstance(self.image, str | Path) else self.instruction))
 
 
-TARGET_COLUMNS = ("bbox", "boxes", "polygon", "refusal")
+TARGET_COLUMNS = ("bbox", "boxes", "polygon", "point", "refusal", "no_target")
 ROTATED = (5, 6, 7, 8)
 """EXIF orientations that swap the sides."""
 
 
 def target_of(row: Mapping[str, Any]) -> Target:
     """The target of a row, in pixels of the original image; raises ValueError unless there is exactly one."""
-    # data sets fill absent cells with null, and refusal with false
+    # data sets fill absent cells with null, and refusal and no_target with false
     given = [name for name in TARGET_COLUMNS if row.get(name) not in (None, False)]
     if len(given) != 1:
         columns = f"none among {', '.join(row) or 'no columns'}"
@@ -162,24 +185,34 @@ def target_of(row: Mapping[str, Any]) -> Target:
         return AnyOf(tuple(_box(box) for box in value))
     if given[0] == "polygon":
         return Polygon(tuple(_pair(point) for point in value))
-    return Refusal()
+    if given[0] == "point":
+        return _spot(value, row.get("radius"))
+    return Refusal() if given[0] == "refusal" else NoTarget()
 
 
 def sample_row(sample: GroundingSample) -> dict[str, Any]:
     """The columns of a sample apart from its image."""
-    columns: dict[str, Any] = {"original_wh": list(sample.original_wh), "instruction": sample.instruction}
-    match sample.target:
+    about = {"original_wh": list(sample.original_wh), "instruction": sample.instruction}
+    return {**sample.meta, **about, **sample_target(sample.target)}
+
+
+def sample_target(target: Target) -> dict[str, Any]:
+    """The columns of a target; the inverse of `target_of`."""
+    match target:
         case Box():
-            columns["bbox"] = list(sample.target)
-        case AnyOf(targets=targets) if all(isinstance(target, Box) for target in targets):
-            columns["boxes"] = [list(target) for target in targets if isinstance(target, Box)]
+            return {"bbox": list(target)}
+        case AnyOf(targets=targets) if all(isinstance(part, Box) for part in targets):
+            return {"boxes": [list(part) for part in targets if isinstance(part, Box)]}
         case Polygon(points=points):
-            columns["polygon"] = [list(point) for point in points]
+            return {"polygon": [list(point) for point in points]}
+        case Spot(center=center, radius=radius):
+            return {"point": list(center), "radius": radius}
         case Refusal():
-            columns["refusal"] = True
+            return {"refusal": True}
+        case NoTarget():
+            return {"no_target": True}
         case other:
             raise ValueError(f"no column can hold the target {other}")
-    return {**sample.meta, **columns}
 
 
 def write_samples(path: str | Path, samples: Iterable[GroundingSample]) -> Path:
@@ -227,6 +260,17 @@ def _pair(value: Any) -> Point:
     return x, y
 
 
+def _spot(value: Any, radius: Any) -> Spot:
+    x, y = _numbers(value, 2, "a point needs 2 finite numbers [x, y]")
+    # whole numbers may be a pixel of the corner
+    if max(abs(x), abs(y)) <= 1 and (x % 1 or y % 1):
+        raise ValueError(f"the point [{x:g}, {y:g}] is a fraction, but points are in pixels of the image")
+    (size,) = _numbers([radius or 0], 1, "a radius is a finite number of pixels")
+    if size < 0:
+        raise ValueError(f"the radius is {size:g} pixels; it must be at least 0")
+    return Spot((x, y), size)
+
+
 def _numbers(value: Any, count: int, expected: str) -> list[float]:
     """Numbers as they are written: texts and truth values are none."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str) and len(value) == count
@@ -244,6 +288,10 @@ WHITE = (255, 255, 255)
 LONGEST_SIDE = 1280
 SHORTEST_SIDE = 384
 """Screens with a shorter long side are enlarged by an integer factor, so that marks do not cover them."""
+CIRCLE = 32
+"""Corners of the outline of a spot."""
+LEAST_OUTLINE = 4.0
+"""Least radius in pixels at which a spot is drawn."""
 MARK = 0.02
 """Radius of a point's mark as a fraction of the image's longer side."""
 
@@ -281,6 +329,10 @@ def _outlines(target: Target) -> list[list[Point]]:
         return [list(target.points)]
     if isinstance(target, AnyOf):
         return [outline for part in target.targets for outline in _outlines(part)]
+    if isinstance(target, Spot):
+        (x, y), radius = target.center, max(target.radius, LEAST_OUTLINE)
+        turns = [2 * math.pi * corner / CIRCLE for corner in range(CIRCLE)]
+        return [[(x + radius * math.cos(turn), y + radius * math.sin(turn)) for turn in turns]]
     return []
 
 

@@ -86,7 +86,7 @@ class WebTaskEnv(PageEnv):
             arguments = {"x": x, "y": y}
         return Action(name, arguments)
 
-    def _task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
+    def make_task(self, options: Mapping[str, Any], seed: int) -> dict[str, Any]:
         unknown = [str(key) for key in options if key not in TASK_FIELDS]
         if unknown:
             raise UserError(f"a task has no entry {unknown[0]!r}; it may have {', '.join(TASK_FIELDS)}")
@@ -95,13 +95,13 @@ class WebTaskEnv(PageEnv):
         task = {"seed": seed, "sub_goals": min(self.settings.sub_goals, most), "distractors": self.settings.distractors}
         return {**task, **options, "name": name}
 
-    def _begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
+    def begin(self, page: GuardedPage, task: Mapping[str, Any], seed: int) -> str:
         self._name, self._case = task["name"], make_case(**task)
         page.load_html(page_html(self._name, self._case, self.settings.disturbances.draw(seed)))
         self._report = page.evaluate("() => window.task.report()")
         return self._case.instruction
 
-    def _after(self, page: GuardedPage) -> PageVerdict:
+    def verdict(self, page: GuardedPage) -> PageVerdict:
         self._report = report = page.evaluate(TICK)
         share = report["progress"] if self.settings.partial_credit and report["unharmed"] else 0.0
         info = {name: report[name] for name in ("progress", "popup", "loading", "mirrored")}

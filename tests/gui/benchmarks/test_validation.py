@@ -153,7 +153,10 @@ def test_all_boxes_of_own_data_are_checked(tmp_path):
         ({"bbox": [1, 2, True, 4]}, "a box needs 4 finite numbers [x1, y1, x2, y2], found [1, 2, True, 4]"),
         ({"polygon": [[1, 2], [3, 4], [5, 6, 7]]}, "a corner needs 2 finite numbers [x, y], found [5, 6, 7]"),
         ({"polygon": [[1, 2], [3, 4]]}, "a polygon needs at least 3 corners, found 2"),
-        ({"gt_bbox": good, "bbox": None}, "expected one of the columns bbox, boxes, polygon, refusal, found none"),
+        (
+            {"gt_bbox": good, "bbox": None},
+            "expected one of the columns bbox, boxes, polygon, point, refusal, no_target, found none",
+        ),
     ):
         ((place, reason),) = check(**target).malformed
         assert place == "own.jsonl line 1"
