@@ -53,6 +53,7 @@ SCORES = (
 )
 """Scores that an agent's policy gives besides log-probabilities."""
 PLAN = "mmrl.vlm.vlm_plan:footprint"
+PREVIEW = "mmrl.agents.agent_recipe:preview"
 READER = "mmrl.agents.environments.agent_tasks:list_tasks"
 """Functions for `mmrl train --dry-run`."""
 BUILDS_ON = "mmrl.vlm"

@@ -362,9 +362,7 @@ def _refuse_constant(name: str) -> Any:
 
 
 _DECODER, _TOLERANT = (
-    json.JSONDecoder(
-        object_pairs_hook=_pairs, parse_constant=_refuse_constant, parse_int=_whole_number, strict=strict
-    )
+    json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_refuse_constant, parse_int=_whole_number, strict=strict)
     for strict in (True, False)
 )
 

@@ -1,13 +1,12 @@
 """Tool calls in the formats of released models, each read on its own and with a status.
 
-A row of `CALL_FORMATS` says where a call begins and ends and what is inside. Thoughts are skipped, whatever they contain.
-Which row a model needs follows from its chat template; see `mmrl.agents.rollout.tool_template`.
+A row of `CALL_FORMATS` says where a call begins and ends and what is inside. Calls inside thoughts are skipped. Which
+row a model needs follows from its chat template; see `mmrl.agents.rollout.tool_template`.
 """
 
 from __future__ import annotations
 
 import ast
-import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -28,6 +27,8 @@ STATUSES: dict[str, str] = {
 }
 """Statuses of a call."""
 NAME = r"[\w.-]+"
+CALL_ID = rf"[A-Za-z0-9]{{9}}|{NAME}:\d+"
+"""Ids that chat templates accept: those of Mistral, whose templates refuse any other length, and of Kimi."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,9 @@ def read_native(
         elif kind == "text":
             shown = re.sub(spec.around, "", piece)
             if mark := foreign.search(shown):
-                calls.append(ToolCall("invalid_json", detail=f"a call begins with {shown[mark.start() :].strip()[:40]!r}"))
+                calls.append(
+                    ToolCall("invalid_json", detail=f"a call begins with {shown[mark.start() :].strip()[:40]!r}")
+                )
                 shown = shown[: mark.start()]
             text.append(shown)
         else:
@@ -134,7 +137,8 @@ def _opened_thought(prompt_end: str, answer: str) -> str:
 
 def _pieces(answer: str, spec: CallFormat, closing: str, finish: str) -> Iterator[tuple[str, str, Any]]:
     """The thoughts, texts and calls of a response in order; `closing` ends the thought in which it begins."""
-    opens, thoughts = re.compile(spec.opens, re.MULTILINE), re.compile("|".join(f"({mark})" for mark in THOUGHTS))
+    opens, closes = _Finder(spec.opens, answer), None if spec.closes is None else _Finder(spec.closes, answer)
+    thoughts = _Finder("|".join(f"({mark})" for mark in THOUGHTS), answer)
     position = 0
     while position < len(answer) or closing:
         if closing:
@@ -142,7 +146,7 @@ def _pieces(answer: str, spec: CallFormat, closing: str, finish: str) -> Iterato
             yield "thought", answer[position : None if end < 0 else end], "open" if end < 0 else ""
             position, closing = len(answer) if end < 0 else end + len(closing), ""
             continue
-        thought, call = thoughts.search(answer, position), opens.search(answer, position)
+        thought, call = thoughts.first(position), opens.first(position)
         if thought is not None and (call is None or thought.start() <= call.start()):
             yield "text", answer[position : thought.start()], None
             assert thought.lastindex is not None
@@ -151,27 +155,26 @@ def _pieces(answer: str, spec: CallFormat, closing: str, finish: str) -> Iterato
         yield "text", answer[position : None if call is None else call.start()], None
         if call is None:
             return
-        found, position = _read_call(answer, call, opens, spec, finish)
+        found, position = _read_call(answer, call, opens, closes, spec, finish)
         yield "calls", "", found
 
 
 def _read_call(
-    answer: str, head: re.Match[str], opens: re.Pattern[str], spec: CallFormat, finish: str
+    answer: str, head: re.Match[str], opens: _Finder, closes: _Finder | None, spec: CallFormat, finish: str
 ) -> tuple[list[ToolCall], int]:
     """The calls behind an opener, several if its body is a list, and where they end."""
     start, python = head.end(), spec.body == "python"
     end = _end_of_value(answer, start, python) if spec.body != "tags" and spec.body != "gemma" else None
-    if spec.closes is None:
+    if closes is None:
         stop = end if end is None else _behind(answer, end, spec.separator)
         # without a mark of its own, only the end of the turn shows that nothing is missing
         if stop is None or (finish == "length" and not answer[stop:].strip()):
             return [_without_end(head, finish)], len(answer)
     else:
-        closes = re.compile(spec.closes)
         # inside a string, the marks of calls are text
-        close = None if end is None else closes.match(answer, end)
+        close = None if end is None else closes.pattern.match(answer, end)
         if close is None:
-            close, following = closes.search(answer, start), opens.search(answer, start)
+            close, following = closes.first(start), opens.first(start)
             if following is not None and (close is None or following.start() < close.start()):
                 return [_without_end(head, "eos")], following.start()
             if close is None:
@@ -181,6 +184,22 @@ def _read_call(
     body = answer[start:end]
     pieces = _elements(body, python) if spec.body in LISTS else [body]
     return [_read_body(piece, head, spec) for piece in pieces], stop
+
+
+class _Finder:
+    """Matches of a pattern in a text, each searched for once while the position moves on."""
+
+    def __init__(self, pattern: str, text: str) -> None:
+        self.pattern = re.compile(pattern, re.MULTILINE)
+        self._text = text
+        self._found = self.pattern.search(text)
+
+    def first(self, position: int) -> re.Match[str] | None:
+        """The first match from a position on, which must not be smaller than the one before."""
+        # what is not in the rest of the text is not searched for again, or many calls would take quadratic time
+        if self._found is not None and self._found.start() < position:
+            self._found = self.pattern.search(self._text, position)
+        return self._found
 
 
 def _without_end(head: re.Match[str], finish: str) -> ToolCall:
@@ -194,7 +213,7 @@ def _read_body(body: str, head: re.Match[str], spec: CallFormat) -> ToolCall:
     given = _group(head, "name").strip()
     try:
         found = BODIES[spec.body](body, spec)
-        name = found["name"] if "name" in found else given
+        name = found.get("name", given)
         if not isinstance(name, str) or not name:
             return ToolCall("missing_name", detail="the call has no name")
         arguments = _arguments_of(found)
@@ -202,15 +221,18 @@ def _read_body(body: str, head: re.Match[str], spec: CallFormat) -> ToolCall:
     except UnreadableError as error:
         return ToolCall("invalid_json", given, detail=error.detail)
     except (ValueError, RecursionError) as error:
-        return ToolCall("invalid_json", given, detail=f"the call cannot be read: {str(error).partition(chr(10))[0][:120]}")
+        return ToolCall(
+            "invalid_json", given, detail=f"the call cannot be read: {str(error).partition(chr(10))[0][:120]}"
+        )
     if not isinstance(arguments, dict):
         kind = type(arguments).__name__
         return ToolCall("bad_arguments", name, detail=f"the arguments of {name} are a {kind}; expected an object")
-    return ToolCall(OK, name, arguments, str(found.get("id") or _group(head, "id")))
+    own = str(found.get("id") or _group(head, "id"))
+    return ToolCall(OK, name, arguments, own if re.fullmatch(CALL_ID, own) else "")
 
 
 def _arguments_of(found: Mapping[str, Any]) -> Any:
-    arguments = next((found[key] for key in ("arguments", "parameters") if found.get(key) is not None), {})
+    arguments: Any = next((found[key] for key in ("arguments", "parameters") if found.get(key) is not None), {})
     # some models write the arguments as JSON inside a string
     return _json(arguments) if isinstance(arguments, str) else arguments
 
@@ -233,6 +255,9 @@ def _end_of_value(text: str, start: int, python: bool) -> int | None:
         depth += (sign[0] in ("[", "{", "(")) - (sign[0] in ("]", "}", ")"))
         if not depth:
             return sign.end()
+        # deeper values are refused anyway, and each of many openers would be followed to the end of the text
+        if depth > MOST_BRACKETS:
+            return None
     return None
 
 
@@ -251,8 +276,8 @@ def _elements(text: str, python: bool) -> list[str]:
 def _json(text: str) -> Any:
     """A JSON value; raw newlines in strings are allowed, since models write them in code."""
     value, end = decode_json(text.strip(), strict=False)
-    if text.strip()[end:]:
-        raise UnreadableError("malformed", f"behind the JSON stands {text.strip()[end:][:40]!r}")
+    if rest := text.strip()[end:].strip():
+        raise UnreadableError("malformed", f"behind the JSON stands {rest[:40]!r}")
     return value
 
 
@@ -262,7 +287,7 @@ def _object(body: str, spec: CallFormat) -> dict[str, Any]:
     found = found.get("function", found) if isinstance(found, dict) and "name" not in found else found
     if not isinstance(found, dict):
         raise UnreadableError("wrong_shape", f"a call is a {type(found).__name__}, expected an object")
-    # an absent name is not the name of the opener, which has none
+    # None, since the opener of these formats has no name to fall back on
     return {"name": None, **found}
 
 
@@ -306,7 +331,9 @@ def _checked(call: ToolCall, known: Mapping[str, Mapping[str, Any]]) -> ToolCall
     """The call with arguments of the types that the tool's schema asks for."""
     if call.name not in known:
         there = ", ".join(known) or "none"
-        return replace(call, status="unknown_tool", detail=f"there is no tool {call.name[:60]!r}; the tools are: {there}")
+        return replace(
+            call, status="unknown_tool", detail=f"there is no tool {call.name[:60]!r}; the tools are: {there}"
+        )
     schema = known[call.name].get("parameters") or {}
     lacking = [key for key in schema.get("required") or () if key not in call.arguments]
     problem = f"{call.name} lacks the argument {', '.join(lacking)}" if lacking else ""
@@ -366,6 +393,8 @@ def _literal(text: str) -> Any:
 
 
 MAX_LITERAL_CHARS = 20_000
+MOST_BRACKETS = 40
+"""Open brackets at a time."""
 JSON_SIGNS = re.compile(r'"(?:[^"\\]|\\.)*"|[\[\]{}(),]', re.DOTALL)
 PYTHON_SIGNS = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^'\\]|\\.)*'|[\[\]{}(),]""", re.DOTALL)
 """Strings, brackets and commas, by which a value is delimited before it is read."""
@@ -493,7 +522,7 @@ MARKS = "|".join(
         r"<\|tool_call\|?>",
         "<(?:atem:)?invoke name=",
         r"<\|tool_call_begin\|>",
-        r"functools\[\{",
+        r"functools\[",
         r'\A\s*\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:',
     )
 )

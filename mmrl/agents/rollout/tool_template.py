@@ -6,6 +6,7 @@ Everything is read from renderings of sample turns, so that a template that lose
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,42 +32,38 @@ RESULT = "resultof"
 SHOWN = 600
 """Maximum characters of a rendering to show."""
 WAYS_OUT = (
-    "so a conversation with tools would not be what the model knows; remove conversation.tools, or use a model or a chat "
-    "template with tools"
+    "so a conversation with tools would not be what the model knows; remove conversation.tools, or use a model whose "
+    "chat template has tools"
 )
 
 
-def find_format(turns: TurnTemplate) -> str:
+def call_format(turns: TurnTemplate) -> tuple[str, str]:
     """The only format of `CALL_FORMATS` that reads sample calls of the chat template back as they were.
 
-    Raises:
-        UserError: the template shows no tools or no calls, or writes calls in a format that none or several rows read.
+    Returns:
+        Its name, empty if none or several do, and the calls as the template writes them, empty if it writes none.
     """
-    written, name = list[str](), PROBE_TOOL["function"]["name"]
-    for calls in call_forms(PROBES):
+    first, name = "", PROBE_TOOL["function"]["name"]
+    for calls in (*call_forms(PROBES), *call_forms(NUMBERED)):
         try:
             start, body = turns.write_calls(calls, [PROBE_TOOL])
         except TemplateError:
             continue
-        # the names of tools may also be in the part before the calls, the values of their arguments are not
         if body.count(name) < len(calls):
             continue
-        written.append(body)
+        first = first or body
         fitting = [row for row in CALL_FORMATS if _reads_back(row, start, body, turns.stops, len(calls))]
-        if len(fitting) == 1 and name in turns.render([user_turn(QUESTION)], asks=True, tools=[PROBE_TOOL]):
-            return fitting[0]
         if len(fitting) == 1:
-            raise UserError(f"{turns.blame} does not show tools to the model, {WAYS_OUT}")
-    if not written:
-        raise UserError(f"{turns.blame} does not write tool calls, {WAYS_OUT}")
-    raise UserError(
-        f"{turns.blame} writes tool calls in none of the formats {', '.join(CALL_FORMATS)}; set actions.format to your "
-        f"own module:function that reads them. It writes: {written[0][:SHOWN]!r}"
-    )
+            return fitting[0], body
+    return "", first
 
 
 def _reads_back(row: str, start: str, body: str, stops: Sequence[str], count: int) -> bool:
-    found = read_native(body, row, [PROBE_TOOL], prompt_end=start, ends=stops).calls
+    answer = read_native(body, row, [PROBE_TOOL], prompt_end=start, ends=stops)
+    # words around calls belong to a format that is not known; marks of turns do not
+    if re.sub(r"<[^<>]*>", "", answer.text).strip() and not start.endswith(QUESTION):
+        return False
+    found = answer.calls
     given = [call["function"]["arguments"] for call in PROBES[:count]]
     # as JSON, since True equals 1 in Python
     same = [json.dumps(call.arguments, sort_keys=True) for call in found]
@@ -78,7 +75,7 @@ class ToolTemplate:
     """The facts about tools in a chat template."""
 
     format: str
-    """Key of `CALL_FORMATS`."""
+    """Key of `CALL_FORMATS`; empty if the run reads calls by itself."""
     parallel: bool
     """Whether it writes several calls in one turn."""
     result: str
@@ -90,31 +87,45 @@ class ToolTemplate:
 
     def lines(self, stops: Sequence[str]) -> list[str]:
         """Lines for `mmrl train --dry-run`, given the tokens at which a response ends."""
+        rest = "unchanged" if self.keeps_turns else "rewritten"
         tool, user = ("kept" if kept else "dropped" for kept in self.keeps_thoughts)
         return [
             f"chat template: a response ends at {' or '.join(stops)}",
-            f"  tool calls: format {self.format}, {'several' if self.parallel else 'one'} per turn",
+            f"  tool calls: format {self.format or 'unknown'}, {'several' if self.parallel else 'one'} per turn",
             f"  a tool result: {self.result.replace(RESULT, '...')!r}",
             f"  thoughts of earlier turns: {tool} before tool results, {user} before user messages",
-            f"  earlier turns: unchanged before tool results, {'unchanged' if self.keeps_turns else 'rewritten'} before "
-            "user messages",
+            f"  earlier turns: unchanged before tool results, {rest} before user messages",
         ]
 
 
-def read_template(turns: TurnTemplate, tools: Sequence[Any], format: str = "") -> ToolTemplate:
+def read_template(turns: TurnTemplate, tools: Sequence[Any], format: str | None = None) -> ToolTemplate:
     """Read the facts, and try results of one and of two calls of the first tool.
 
+    Args:
+        turns: the chat template.
+        tools: JSON schemas of the tools.
+        format: key of `CALL_FORMATS` that the run reads; empty for a reader that is not among them, None for any key.
+
     Raises:
-        UserError: the template shows no tools, calls or results, or its calls are in another format than the given one.
+        UserError: the template shows no tools or loses results, writes no calls although `format` is None, or writes
+            them in another format.
     """
-    found = find_format(turns)
-    if format and format != found:
-        shown = turns.write_calls(PROBES[:1], [PROBE_TOOL])[1]
-        raise UserError(
-            f"actions.format reads the format {format}, but {turns.blame} writes tool calls in the format {found}: "
-            f"{shown[:SHOWN]!r}; set actions.format: native"
-        )
     name = str(tools[0]["function"]["name"])
+    if name not in turns.render([user_turn(QUESTION)], asks=True, tools=tools):
+        raise UserError(f"{turns.blame} does not support tools, {WAYS_OUT}")
+    found, written = call_format(turns)
+    if format is None and not written:
+        raise UserError(f"{turns.blame} does not write tool calls, {WAYS_OUT}")
+    if format is None and not found:
+        raise UserError(
+            f"{turns.blame} writes tool calls in none of the formats {', '.join(CALL_FORMATS)}; set actions.format to "
+            f"your own module:function that reads them. It writes: {written[:SHOWN]!r}"
+        )
+    if format and found and format != found:
+        raise UserError(
+            f"actions.format reads calls in the format {format}, but {turns.blame} writes them in the format {found}; "
+            f"set actions.format: native. It writes: {written[:SHOWN]!r}"
+        )
     result = {"role": "tool", "content": [{"type": "text", "text": RESULT}]}
     # two results first: they also show whether each of several is kept
     _, follow = (turns.follow([result] * count, end=None, tools=tools, calls=[name] * count) for count in (2, 1))
@@ -122,7 +133,7 @@ def read_template(turns: TurnTemplate, tools: Sequence[Any], format: str = "") -
     answered = result | {"name": name, "tool_call_id": call_id(0)}
     after_tool, _ = _kept(turns, called, answered, tools)
     after_user, whole = _kept(turns, assistant_turn(EARLIER, **THOUGHTS), user_turn(RESULT), tools)
-    return ToolTemplate(found, _is_parallel(turns), follow, (after_tool, after_user), whole)
+    return ToolTemplate(found or format or "", _is_parallel(turns), follow, (after_tool, after_user), whole)
 
 
 def _is_parallel(turns: TurnTemplate) -> bool:
@@ -177,5 +188,7 @@ PROBES = [
     as_call("probe", {"number": MANY}, call_id(1)),
 ]
 """Calls whose arguments a reader of another format would change: text that looks like a number, lines, nesting."""
+NUMBERED = [call | {"id": f"functions.probe:{number}"} for number, call in enumerate(PROBES)]
+"""The same with ids as of Kimi, whose template writes the id of a call and not its name."""
 THOUGHTS = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), THOUGHT)
 """A sample thought under every name that templates use for it."""

@@ -96,6 +96,12 @@ class TurnTemplate:
         """The tokenizer of the processor."""
         return self._processor.tokenizer
 
+    @property
+    def ends(self) -> list[str]:
+        """Tokens that end a sampled answer; see `end_ids`."""
+        ids = self.end_ids(self.tokenizer.convert_tokens_to_ids(self.stops))
+        return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(ids))]
+
     def end_ids(self, stops: Sequence[int]) -> tuple[int, ...]:
         """Ids that end a sampled answer: first the end token of the template, then those of the checkpoint."""
         parts = self.parts
