@@ -192,6 +192,8 @@ SHORT: dict[str, ToolChat] = {
     )
 }
 """Templates by format, of models whose own files are not in `tests/vlm/templates`."""
+TEXTS = ("deepseek",)
+"""Templates that take arguments as JSON text only."""
 RELEASED = {
     "qwen3": "hermes",
     "qwen3_5_think": "qwen_xml",

@@ -1,26 +1,11 @@
-"""Tools in chat templates: which format they write, what follows a call, and what a run refuses at its start."""
-
-import json
-from pathlib import Path
+"""Tools in chat templates: which format they write, what follows a call, and which templates are refused."""
 
 import pytest
-import transformers
 
-from mmrl.agents.agent_recipe import AgentConfig
-from mmrl.agents.environments.agent_tasks import TaskSetConfig
-from mmrl.agents.environments.env_pool import EnvironmentConfig
-from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.rollout.episodes import ConversationConfig, EpisodeConfig
 from mmrl.agents.rollout.tool_template import RESULT, call_format, read_template
 from mmrl.errors import UserError
-from mmrl.runs.tracking import TrackingConfig
-from mmrl.training.settings import TrainerConfig
 from mmrl.vlm.data.turn_template import as_call, call_id
-from mmrl.vlm.engine.vlm_sampler import SamplerConfig
-from mmrl.vlm.model.model_config import ModelConfig
-from mmrl.vlm.toy.countdown import build_model
-from tests.agents.call_templates import CHATS, SHORT, ToolChat, tool
-from tests.agents.test_tools import OPTIONS, TASK
+from tests.agents.call_templates import CHATS, SHORT, TEXTS, ToolChat, tool
 from tests.vlm.chat_templates import NAMES, turns_of
 
 ADD = tool("add", a="integer", b="integer")
@@ -56,10 +41,6 @@ def test_results_follow_a_call_as_the_template_writes_them(name):
         assert [tail.count(f"333{n}") for n in range(2)] == [1, count - 1]
         assert end is None or not tail.startswith(end)
         assert RESULT in read_template(turns, [ADD]).result
-
-
-TEXTS = ("deepseek",)
-"""Templates that take arguments as JSON text only."""
 
 
 def test_ids_of_calls_reach_their_results():
@@ -133,38 +114,3 @@ def test_lines_of_a_template():
         "  thoughts of earlier turns: kept before tool results, dropped before user messages",
         "  earlier turns: unchanged before tool results, rewritten before user messages",
     ]
-
-
-def model_with(folder: Path, chat: ToolChat) -> Path:
-    """A tiny model with a chat template of tools."""
-    build_model(folder, tokens=chat.special, max_positions=4096)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    tokenizer.add_special_tokens({"additional_special_tokens": [*chat.special]})
-    tokenizer.chat_template = chat.template
-    tokenizer.eos_token = chat.stops[0]
-    tokenizer.save_pretrained(folder)
-    file = folder / "generation_config.json"
-    stops = tokenizer.convert_tokens_to_ids([*chat.stops])
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"eos_token_id": stops}))
-    return folder
-
-
-def make_config(folder: Path, model: Path, **parts) -> AgentConfig:
-    usual = {
-        "conversation": ConversationConfig(system="", tools=True),
-        "actions": ActionConfig(),
-        "episode": EpisodeConfig(max_turns=4),
-        "sampler": SamplerConfig(max_new_tokens=8),
-        "trainer": TrainerConfig(steps=2, tasks_per_step=1, samples_per_task=2),
-    }
-    return AgentConfig(
-        recipe="agent",
-        output_dir=str(folder / "run"),
-        model=ModelConfig(path=str(model)),
-        environment=EnvironmentConfig(
-            "mmrl.agents.environments.tools:ToolEnvironment", OPTIONS, workers=1, isolate=False
-        ),
-        data=TaskSetConfig(seeds=2, options=TASK),
-        tracking=TrackingConfig(quiet=True, tensorboard=False, strict=True),
-        **usual | parts,
-    )

@@ -107,9 +107,16 @@ def read_template(turns: TurnTemplate, tools: Sequence[Any], format: str | None 
         format: key of `CALL_FORMATS` that the run reads; empty for a reader that is not among them, None for any key.
 
     Raises:
-        UserError: the template shows no tools or loses results, writes no calls although `format` is None, or writes
-            them in another format.
+        UserError: the template shows no tools, rejects or loses results, writes no calls although `format` is None, or
+            writes them in another format.
     """
+    try:
+        return _read(turns, tools, format)
+    except TemplateError as error:
+        raise UserError(f"{turns.blame} rejects a conversation with tools: {error}") from error
+
+
+def _read(turns: TurnTemplate, tools: Sequence[Any], format: str | None) -> ToolTemplate:
     name = str(tools[0]["function"]["name"])
     if name not in turns.render([user_turn(QUESTION)], asks=True, tools=tools):
         raise UserError(f"{turns.blame} does not support tools, {WAYS_OUT}")
