@@ -46,7 +46,7 @@ from mmrl.agents.rollout.episodes import (
 )
 from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
 from mmrl.agents.rollout.runner import EpisodeRunner, Fork, check_dropped
-from mmrl.agents.rollout.tool_template import ToolTemplate, read_template
+from mmrl.agents.rollout.tool_template import ToolTemplate, check_plain_calls, read_template
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.turns import ANCHOR, DURATION, GAIN, InformationGain
@@ -88,7 +88,7 @@ class AgentRewardConfig:
     environment: float = rare(1.0)
     """Weight of the environment's reward, turn by turn."""
     format: float = rare(0.0)
-    """Penalty for each response that executes nothing: it has no readable action or was truncated; 0.5 in ARPO."""
+    """Penalty for each response that has no readable action, has an invalid tool call or was truncated; 0.5 in ARPO."""
 
 
 @dataclass
@@ -278,6 +278,8 @@ class AgentDomain:
             return
         given = {NATIVE: None, "tool_call": "hermes"}.get(self.config.actions.name, "")
         self.turns, self.tool_template = turns, read_template(turns, self.pool.tools, given)
+        if self.config.conversation.drop_thoughts and given is None:
+            check_plain_calls(turns)
 
     def check_data(self) -> None:
         """Reject tasks, environments and records that the method cannot use, before the model is loaded."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mmrl.agents.rollout.tool_template import RESULT, call_format, read_template
+from mmrl.agents.rollout.tool_template import RESULT, call_format, check_plain_calls, read_template
 from mmrl.errors import UserError
 from mmrl.vlm.data.turn_template import as_call, call_id
 from tests.agents.call_templates import CHATS, SHORT, TEXTS, ToolChat, tool
@@ -86,6 +86,13 @@ def test_a_template_of_another_format_is_refused_with_its_rendering():
     lost = SHORT["phi"].template.replace("{{ m.content | tojson }}", "")
     with pytest.raises(UserError, match="drops tool results"):
         read_template(ToolChat("x", lost, ["<|end|>"], ["<|end|>"]).turns(), [ADD])
+
+
+def test_thoughts_are_dropped_only_from_calls_that_are_plain_text():
+    check_plain_calls(CHATS["qwen3"].turns())
+    for name, token in (("gptoss", r"<\|channel\|>"), ("gemma4", r"<\|tool_call>"), ("kimi", r"<\|tool_calls_sec")):
+        with pytest.raises(UserError, match=f"conversation.drop_thoughts .* writes {token}"):
+            check_plain_calls(CHATS[name].turns())
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from mmrl.vlm.data.turn_template import (
     assistant_turn,
     call_forms,
     call_id,
+    hide_control_tokens,
     user_turn,
 )
 
@@ -141,6 +142,18 @@ def _read(turns: TurnTemplate, tools: Sequence[Any], format: str | None) -> Tool
     after_tool, _ = _kept(turns, called, answered, tools)
     after_user, whole = _kept(turns, assistant_turn(EARLIER, **THOUGHTS), user_turn(RESULT), tools)
     return ToolTemplate(found or format or "", _is_parallel(turns), follow, (after_tool, after_user), whole)
+
+
+def check_plain_calls(turns: TurnTemplate) -> None:
+    """Reject a template whose calls have control tokens, which dropping thoughts would turn into text."""
+    body = call_format(turns)[1]
+    for stop in turns.stops:
+        body = body.partition(stop)[0]
+    if hidden := hide_control_tokens([{"content": body}], turns.tokenizer)[0]:
+        raise UserError(
+            f"conversation.drop_thoughts writes earlier answers again as text, but {turns.blame} writes {hidden[0]} "
+            "into tool calls; remove conversation.drop_thoughts"
+        )
 
 
 def _is_parallel(turns: TurnTemplate) -> bool:
