@@ -84,9 +84,7 @@ class Domain(NamedTuple):
 
 
 DOMAINS = (
-    Domain(
-        "language", "vision-language, text", {"vlm": "mmrl.vlm.entries:SCORES", "masked": "mmrl.masked.entries:SCORES"}
-    ),
+    Domain("language", "vision-language, text", {"vlm": "mmrl.vlm.entries:SCORES", "masked": "mmrl.masked.entries:SCORES"}),
     Domain("agents", "agents", {"agent": "mmrl.agents.entries:SCORES"}),
     Domain("images", "images, videos", {"flow_grpo": "diffusion.entries:SCORES"}),
     Domain("robots", "robots", {"robot_grpo": "robotics.methods:SCORES", "robot_ppo": "robotics.methods:PPO_SCORES"}),

@@ -54,8 +54,7 @@ def _first(task: VlmTask, rewards: Sequence[RewardConfig]) -> list[str]:
     finally:
         terms.close()
     earned = [
-        f"  {repr(text) if text else 'an empty response'} earns "
-        + ", ".join(f"{name} {_shown(values[number])}" for name, values in found.terms.items())
+        f"  {repr(text) if text else 'an empty response'} earns " + ", ".join(f"{name} {_shown(values[number])}" for name, values in found.terms.items())
         for number, text in enumerate(texts)
     ]
     return [told, *earned, *_unasked(task, texts, found.total), *(f"  {text}" for text in found.examples.values())]
