@@ -21,6 +21,7 @@ _NAMES = {
         "parse_answer",
         "write_answer",
     ),
+    "mmrl.agents.environments.native_calls": ("NativeAnswer", "ToolCall", "read_native"),
     "mmrl.agents.rollout.episodes": ("ConversationConfig", "Episode", "EpisodeConfig", "Writer"),
     "mmrl.agents.agent_evaluation": ("AgentEvaluationConfig",),
     "mmrl.agents.environments.experts": ("ExpertEpisode", "run_expert", "write_episodes"),

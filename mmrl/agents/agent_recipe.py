@@ -23,7 +23,7 @@ from mmrl.agents.agent_evaluation import AgentEvaluationConfig, AgentMeasure, ab
 from mmrl.agents.entries import SCORES
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig, check_splits, list_tasks
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
-from mmrl.agents.environments.environment import FORMATS, ActionConfig
+from mmrl.agents.environments.environment import FORMATS, NATIVE, ActionConfig
 from mmrl.agents.monitor import (
     OWN_TERMS,
     EpisodeRewards,
@@ -46,6 +46,7 @@ from mmrl.agents.rollout.episodes import (
 )
 from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
 from mmrl.agents.rollout.runner import EpisodeRunner, Fork, check_dropped
+from mmrl.agents.rollout.tool_template import ToolTemplate, check_plain_calls, read_template
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.turns import ANCHOR, DURATION, GAIN, InformationGain
@@ -66,10 +67,12 @@ from mmrl.training.evaluation import held_out_tasks
 from mmrl.training.objectives import ObjectiveConfig, check_objective, make_objective
 from mmrl.training.processes import SimCounts, Streams
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Recipe, Step, opening, reward_state
+from mmrl.training.run import count_lines
 from mmrl.training.scoring import EveryRewardFailedError, RewardErrors, failure_of
 from mmrl.training.settings import RunConfig
+from mmrl.vlm.data.turn_template import TurnTemplate
 from mmrl.vlm.engine.vlm_export import export_model
-from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
+from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy, read_turns
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.inference.inference_sampler import EngineSampler, EngineSamplerConfig, check_engine, open_engine
 from mmrl.vlm.model.model_config import ModelConfig, check_critic, check_update_precision
@@ -85,7 +88,7 @@ class AgentRewardConfig:
     environment: float = rare(1.0)
     """Weight of the environment's reward, turn by turn."""
     format: float = rare(0.0)
-    """Penalty for each response that executes nothing: it has no readable action or was truncated; 0.5 in ARPO."""
+    """Penalty for each response that has no readable action, has an invalid tool call or was truncated; 0.5 in ARPO."""
 
 
 @dataclass
@@ -108,11 +111,12 @@ class AgentParts:
     def check_parts(self, learning_rate: float) -> None:
         """Check that they fit together; raises ValueError."""
         check_update_precision(self.model, learning_rate)
-        name = self.actions.format
+        self.actions.settle(self.conversation.tools)
+        name = self.actions.name
         if self.conversation.tools and name in FORMATS and name != "tool_call":
             raise ValueError(
                 f"conversation.tools makes the chat template ask for tool calls, but actions.format '{name}' cannot "
-                "read them; set actions.format: tool_call, or a custom function"
+                "read them; set actions.format: native, tool_call or a custom function"
             )
 
 
@@ -173,6 +177,25 @@ def check_environment(pool: EnvPool, format: str, tools: bool) -> None:
         )
 
 
+def preview(config: Any, recipe: Any) -> list[str]:
+    """Lines about the tasks of a recipe without its model, and about the chat template if it has tools."""
+    lines = count_lines(config, recipe)
+    if not config.conversation.tools:
+        return lines
+    if recipe.tool_template is None:
+        return [*lines, f"chat template: {config.model.path} is not on this machine yet, so it is checked by the run"]
+    return [*lines, *recipe.tool_template.lines(recipe.turns.ends)]
+
+
+def check_writable(actions: ActionConfig, recipe: str) -> None:
+    """Reject formats in which no answer of an expert can be written; raises ValueError."""
+    if actions.format == NATIVE:
+        raise ValueError(
+            f"{recipe} writes the answers of an expert, and actions.format native only reads answers; set "
+            "actions.format: tool_call"
+        )
+
+
 def check_rewards(config: AgentConfig, name: str) -> None:
     """Reject rewards that the recipe `name` does not learn from; raises UserError."""
     for key, default in (("rewards", []), ("reward", AgentRewardConfig())):
@@ -191,6 +214,10 @@ class AgentDomain:
     added: dict[str, Any]
     opened: ExitStack
     terms: Sequence[LossTerm]
+    tool_template: ToolTemplate | None = None
+    """What the chat template does with tools; None without `conversation.tools`, or before the model is built."""
+    turns: TurnTemplate
+    """The chat template, if there are tools."""
 
     def open(
         self,
@@ -205,6 +232,7 @@ class AgentDomain:
         Raises:
             UserError: one of them cannot be used.
         """
+        config.actions.settle(config.conversation.tools)
         self.episode_sampler = sampler
         self.train_tasks = list_tasks(config.data)
         self.eval_tasks = held_out_tasks(config, lambda data, _: list_tasks(data))
@@ -218,11 +246,15 @@ class AgentDomain:
             opened.callback(self.rewards.close)
             self.pool = EnvPool(config.environment)
             opened.callback(self.pool.close)
-            check_environment(self.pool, config.actions.format, config.conversation.tools)
+            check_environment(self.pool, config.actions.name, config.conversation.tools)
             self.check_data()
+            # before weights are read, if the model is there
+            self._read_template(read_turns(config.model) if config.conversation.tools else None)
             # a dry run ends here, with data, rewards and environments checked
             model_follows(self)
             self.policy = load_policy(config.model, value_head=value_head)
+            if self.tool_template is None:
+                self._read_template(self.policy.turns)
             self.terms = router_terms(self)
             self.policy.turns.check_readers(readers_of(rewards, sampler.stop))
             self.policy.check_response_length(sampler.max_new_tokens)
@@ -240,6 +272,15 @@ class AgentDomain:
         self.added |= {"seen": self._seen, "counts": self.env_counts, "errors": self.errors.step}
         self.added["failures"] = self._failures
 
+    def _read_template(self, turns: TurnTemplate | None) -> None:
+        """Check that the chat template writes tools, calls and results as the run reads them; raises UserError."""
+        if turns is None or not self.config.conversation.tools:
+            return
+        given = {NATIVE: None, "tool_call": "hermes"}.get(self.config.actions.name, "")
+        self.turns, self.tool_template = turns, read_template(turns, self.pool.tools, given)
+        if self.config.conversation.drop_thoughts and given is None:
+            check_plain_calls(turns)
+
     def check_data(self) -> None:
         """Reject tasks, environments and records that the method cannot use, before the model is loaded."""
 
@@ -247,7 +288,10 @@ class AgentDomain:
         """Writes the conversations of some episodes."""
         conversation = self.config.conversation
         system = conversation.system_text(self.config.actions, self.pool.actions)
-        return Writer(policy, conversation, system, self.pool.tools if conversation.tools else ())
+        if not conversation.tools:
+            return Writer(policy, conversation, system)
+        native = self.tool_template.format if self.config.actions.format == NATIVE and self.tool_template else ""
+        return Writer(policy, conversation, system, self.pool.tools, native)
 
     def run_episodes(
         self,
@@ -302,7 +346,7 @@ class AgentDomain:
             "environment": {"kwargs": environment.kwargs, "adapter": environment.adapter},
             "success_above": config.episode.success_above,
             "conversation": asdict(config.conversation),
-            "actions": asdict(config.actions),
+            "actions": config.actions.setting(),
             "temperature": evaluation.temperature,
         }
         protocols = ["greedy"] * bool(evaluation.greedy) + ["sampled"] * bool(evaluation.samples)

@@ -53,6 +53,7 @@ SCORES = (
 )
 """Scores that an agent's policy gives besides log-probabilities."""
 PLAN = "mmrl.vlm.vlm_plan:footprint"
+PREVIEW = "mmrl.agents.agent_recipe:preview"
 READER = "mmrl.agents.environments.agent_tasks:list_tasks"
 """Functions for `mmrl train --dry-run`."""
 BUILDS_ON = "mmrl.vlm"
@@ -61,7 +62,10 @@ BUILDS_ON = "mmrl.vlm"
 METRICS = {
     "time/environment": "Seconds that episodes waited for their environments.",
     "episode/turns": "Mean number of turns of the step's episodes.",
-    "episode/unreadable": "Fraction of the step's responses without a readable action, not counting truncated ones.",
+    "episode/unreadable": (
+        "Fraction of the step's responses without a readable action or with an invalid tool call, not counting "
+        "truncated ones."
+    ),
     "episode/empty": "Fraction of the step's responses that are empty.",
     "episode/cut": "Fraction of the step's responses truncated at the length limit, and therefore not executed.",
     "episode/calls": "Tool calls per response.",

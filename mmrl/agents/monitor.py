@@ -17,7 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl.agents.environments.agent_tasks import AgentTask
-from mmrl.agents.environments.environment import CUT, find_format
+from mmrl.agents.environments.environment import CUT, NATIVE
 from mmrl.agents.rollout.episodes import Episode
 from mmrl.core.payload import to_device
 from mmrl.errors import UserError
@@ -155,7 +155,9 @@ def count_below_silence(seen: Counter[str], episodes: Sequence[Episode], config:
 def silent_return(config: Any) -> float:
     """Reward of an episode in which no response is executed: its environment takes no step."""
     # the first unreadable answer ends the episode, else each turn has one
-    answers = 1 if config.actions.on_parse_error == "terminate" else config.episode.max_turns
+    answers = {"terminate": 1, "reply": min(config.actions.max_invalid, config.episode.max_turns)}.get(
+        config.actions.after_error, config.episode.max_turns
+    )
     # avoids -0.0 in the message
     return 0.0 - config.reward.format * answers
 
@@ -198,7 +200,7 @@ def _silence_pays(config: Any, unreadable: Track, empty: Track, below: Track, cu
     return (
         f"doing nothing pays off: {max(below.latest):.0%} of a step's episodes earned less than "
         f"{silent_return(config):g}, which is what an episode without a single action earns (on_parse_error: "
-        f"{config.actions.on_parse_error}), so the policy can learn not to act; {_ways_out(config)}"
+        f"{config.actions.after_error}), so the policy can learn not to act; {_ways_out(config)}"
     )
 
 
@@ -206,11 +208,12 @@ def _no_actions(config: Any, unreadable: Track, empty: Track, below: Track) -> s
     if below.now > 0:
         cause = f"doing nothing pays off here: {_ways_out(config)}"
     else:
-        manual = find_format(config.actions.format).manual
         cause = (
-            f"the prompt should ask for actions.format {config.actions.format!r} ({manual!r}); a model that never "
-            "uses this format can learn it from examples (recipe: agent_clone)"
+            f"the prompt should ask for actions.format {config.actions.name!r} ({config.actions.manual!r}); a model "
+            "that never uses this format can learn it from examples (recipe: agent_clone)"
         )
+        if config.actions.format == NATIVE:
+            cause = "the model does not write its tool calls as its chat template does; is it trained for tools?"
     return (
         f"{unreadable.now:.0%} of the responses of the last {STEPS} steps had no readable action, {empty.now:.0%} "
         f"were empty; look at the samples in the report; {cause}"

@@ -219,10 +219,10 @@ def _read(entry: Any, config: Any) -> tuple[list[str], Any]:
                 return [*left, *_read_alone(entry, held_out)], None
             del held_out[name]
     preview = preview_of(entry)
-    return [*(_counts(config, recipe) if preview is None else preview(config, recipe)), *left], recipe
+    return [*(count_lines(config, recipe) if preview is None else preview(config, recipe)), *left], recipe
 
 
-def _counts(config: Any, recipe: Any) -> list[str]:
+def count_lines(config: Any, recipe: Any) -> list[str]:
     """Number of tasks of each set."""
     sets = {"data": (getattr(config, "data", None), recipe.train_tasks)}
     sets |= {f"eval_data.{name}": (config.eval_data[name], tasks) for name, tasks in recipe.eval_tasks.items()}

@@ -87,9 +87,7 @@ def test_the_template_describes_tools_and_results_have_their_role(kind, tiny_fol
 def test_tools_need_a_format_that_reads_calls_of_tools():
     for kind in (AgentConfig, AgentCloneConfig, DigirlConfig):
         config = kind(conversation=ConversationConfig(tools=True), actions=ActionConfig(format="json"))
-        with pytest.raises(
-            ValueError, match=r"actions\.format 'json' cannot read them; set actions\.format: tool_call"
-        ):
+        with pytest.raises(ValueError, match=r"actions\.format 'json' cannot read them; set actions\.format: native"):
             config.check_parts(1e-6)
         with pytest.raises(ValueError, match="cannot read"):
             config.validate()

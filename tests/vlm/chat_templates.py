@@ -1,5 +1,6 @@
 """Chat templates of released models with tiny tokenizers that have their special tokens and their ends of answers."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ MARKS = {
         ["<|endoftext|>", "<|user|>", "<|observation|>"],
     ),
     "gptoss": ([*HARMONY, "<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|constrain|>"], HARMONY),
+    "lfm2": (["<|im_end|>", "<|im_start|>", "<|tool_call_start|>", "<|tool_call_end|>"], ["<|im_end|>"]),
     "llama3_1": ([*LLAMA, "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>"], LLAMA),
     "muse_glimmer": (["<|eot|>", "<|eom|>", "<|start|>", "<|message|>"], ["<|eot|>"]),
     "phi3_5": ([*PHI, "<|user|>"], PHI),
@@ -57,14 +59,18 @@ def marks(name: str) -> tuple[list[str], list[str]]:
 
 
 def tokenizer_of(name: str) -> Any:
+    return byte_tokenizer(source(name), marks(name)[0])
+
+
+def byte_tokenizer(template: str, special: Sequence[str]) -> Any:
+    """A tokenizer of bytes with special tokens, the first of which ends a text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={sign: number for number, sign in enumerate(alphabet)}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     core.decoder = decoders.ByteLevel()
-    special = marks(name)[0]
     core.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in special])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token=special[0], pad_token=special[0], chat_template=source(name)
+        tokenizer_object=core, eos_token=special[0], pad_token=special[0], chat_template=template
     )
 
 

@@ -343,10 +343,10 @@ def _tagged(text: str, strict: bool) -> NamedAction:
     return _name(text if strict else text.strip("'\"` \t")), {}
 
 
-def decode_json(text: str, start: int = 0) -> tuple[Any, int]:
-    """The JSON value at a position and its end."""
+def decode_json(text: str, start: int = 0, *, strict: bool = True) -> tuple[Any, int]:
+    """The JSON value at a position and its end; not strict: its strings may contain raw newlines."""
     try:
-        return _DECODER.raw_decode(text, start)
+        return (_DECODER if strict else _TOLERANT).raw_decode(text, start)
     except UnreadableError:
         raise
     except RecursionError:
@@ -372,7 +372,10 @@ def _refuse_constant(name: str) -> Any:
     raise UnreadableError("bad_number", f"{name} is no number of JSON")
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_refuse_constant, parse_int=_whole_number)
+_DECODER, _TOLERANT = (
+    json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_refuse_constant, parse_int=_whole_number, strict=strict)
+    for strict in (True, False)
+)
 
 
 def write_object(thought: str, actions: Sequence[NamedAction]) -> str:

@@ -9,12 +9,13 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mmrl.agents.environments.action_formats import (
+    SAY,
     NamedAction,
     UnreadableError,
     read_calls,
@@ -26,6 +27,7 @@ from mmrl.agents.environments.action_formats import (
     write_tags,
     write_text,
 )
+from mmrl.agents.environments.native_calls import OK, TOO_MANY, NativeAnswer, ToolCall
 from mmrl.agents.environments.peer_formats import (
     read_pyautogui,
     read_tool_calls,
@@ -47,7 +49,10 @@ if TYPE_CHECKING:
 
 
 MAX_CHARS = 1_000_000
-ON_PARSE_ERROR = ("terminate", "noop")
+ON_PARSE_ERROR = ("terminate", "noop", "reply")
+NATIVE = "native"
+"""Format of actions: tool calls as the model's own chat template writes them."""
+MOST_ACTIONS = 64
 CUT = "cut"
 """Error of a response that was truncated at the length limit: what it contains may be part of another action."""
 
@@ -72,19 +77,24 @@ class ParsedAnswer:
     """The actions of a response, or why it has none."""
 
     actions: tuple[Action, ...] = ()
-    """Actions in the order of execution; empty after an error."""
+    """Actions in the order of execution; empty after an error, unless the agent gets an error for each bad call."""
     thought: str = ""
     """Text of the response apart from its actions."""
     error: str | None = None
-    """Key of `PARSE_ERRORS`, or `CUT`."""
+    """Key of `PARSE_ERRORS`, the status of a native call, or `CUT`."""
     detail: str = ""
     """Details of this response's error, in one line."""
+    calls: tuple[ToolCall, ...] = ()
+    """Tool calls in order, each of which gets a result; those with the status ok are the actions."""
 
     @property
     def note(self) -> str:
         """Message to the agent about a response that executed nothing; empty otherwise."""
         if self.error == CUT:
             return f"Nothing was executed: {self.detail}."
+        # the results of the calls say it
+        if self.calls:
+            return ""
         return "" if self.error is None else f"The answer could not be read: {self.detail}."
 
 
@@ -106,29 +116,122 @@ class ActionFormat:
 class ActionConfig:
     """How actions are parsed from responses."""
 
-    format: str = choice("json", lambda: FORMATS, or_function=True)
-    """json: an object with thoughts and action; call: Action: click(x=1); tag: <action>3</action>; text: the whole
-    response is the argument `text` of the action `say`; tool_call: <tool_call> blocks; ui_tars and pyautogui: calls in
-    these formats, read as the actions of `mmrl.gui`. A `module:function` gets (answer, strict) and returns the thought
-    and a list of (name, arguments). It raises ValueError if there is no action, and its docstring is the manual."""
+    format: str | None = choice(None, lambda: (*FORMATS, NATIVE), or_function=True)
+    """native: tool calls as the model's own chat template writes them, only with `conversation.tools`; json: an object
+    with thoughts and action; call: Action: click(x=1); tag: <action>3</action>; text: the whole response is the
+    argument `text` of the action `say`; tool_call: <tool_call> blocks; ui_tars and pyautogui: calls in these formats,
+    read as the actions of `mmrl.gui`. A `module:function` gets (answer, strict) and returns the thought and a list of
+    (name, arguments). It raises ValueError if there is no action, and its docstring is the manual.
+    Default: native with `conversation.tools`, json without."""
     strict: bool = rare(only_with(False, format=Unless("text")))
     """Whether the response must follow the format exactly; otherwise the first unambiguous action counts."""
-    max_actions: int = rare(only_with(bounded(1, at_least=1, at_most=64), format=Unless("text")))
-    """Maximum number of actions per response. Additional actions are an error if strict, and ignored otherwise."""
-    on_parse_error: str = choice("terminate", ON_PARSE_ERROR)
+    max_actions: int | None = rare(only_with(bounded(None, at_least=1, at_most=MOST_ACTIONS), format=Unless("text")))
+    """Maximum number of actions per response. Additional actions are an error if strict, and ignored otherwise;
+    additional native calls are errors. Default: 1, or 64 with native."""
+    on_parse_error: str | None = choice(None, ON_PARSE_ERROR)
     """terminate: a response that has no action, or that was truncated at the length limit, ends the episode and
-    executes nothing, so only earlier rewards count; noop: the turn is used up and the agent is told the reason."""
+    executes nothing, so only earlier rewards count; noop: the turn is used up and the agent is told the reason; reply:
+    as noop, but each malformed native call gets an error as its result while the other calls run. Default: reply with
+    native, terminate otherwise."""
+    max_invalid: int = rare(bounded(3, at_least=1))
+    """With reply, number of turns in a row with an error after which an episode ends. Truncated responses do not
+    count."""
+
+    def settle(self, tools: bool) -> None:
+        """Set a format that is not set, given `conversation.tools`; raises ValueError for options without effect."""
+        if self.format is None and tools:
+            self.format = NATIVE
+        if self.format == NATIVE and not tools:
+            raise ValueError(
+                "actions.format native reads calls of tools that the chat template describes; set conversation.tools"
+            )
+        if self.format == NATIVE and self.strict:
+            raise ValueError("actions.strict has no effect with actions.format native; remove it")
+        if self.after_error != "reply" and self.max_invalid != ActionConfig.max_invalid:
+            raise ValueError("actions.max_invalid has no effect without actions.on_parse_error: reply; remove it")
+        if self.after_error == "reply" and self.format != NATIVE:
+            raise ValueError(
+                f"actions.on_parse_error: reply answers each call of actions.format native, but the format is "
+                f"{self.name}; use noop"
+            )
+
+    @property
+    def name(self) -> str:
+        """The format."""
+        return self.format or "json"
+
+    @property
+    def limit(self) -> int:
+        """Maximum number of actions per response."""
+        return self.max_actions or (MOST_ACTIONS if self.format == NATIVE else 1)
+
+    @property
+    def after_error(self) -> str:
+        """What follows a response without a readable action."""
+        return self.on_parse_error or ("reply" if self.format == NATIVE else "terminate")
+
+    @property
+    def manual(self) -> str:
+        """Instruction for prompts; native has none, since the chat template describes its calls."""
+        return "" if self.format == NATIVE else find_format(self.name).manual
+
+    def setting(self) -> dict[str, Any]:
+        """The options in effect, on which measured success depends."""
+        found = asdict(self) | {"format": self.name, "max_actions": self.limit, "on_parse_error": self.after_error}
+        if self.after_error != "reply":
+            del found["max_invalid"]
+        return found
 
     def parse(self, text: str, cut: bool = False) -> ParsedAnswer:
         """Read a response with `parse_answer`; a response truncated at the length limit has no action."""
         # what can be read of it may be a part of another action
         if cut:
             return ParsedAnswer(error=CUT, detail="the answer was cut at the limit of its length")
-        return parse_answer(text, self.format, strict=self.strict, max_actions=self.max_actions)
+        return parse_answer(text, self.name, strict=self.strict, max_actions=self.limit)
+
+    def accept(self, found: NativeAnswer, text: str, cut: bool = False) -> ParsedAnswer:
+        """The actions of a response `text` whose native calls have been read; a truncated one has none."""
+        if cut:
+            return self.parse(text, cut=True)
+        if not found.calls:
+            return _said(found, text)
+        calls = _limited(found.calls, self.limit)
+        bad = next((call for call in calls if call.status != OK), None)
+        if bad is not None and self.after_error != "reply":
+            return ParsedAnswer(error=bad.status, detail=bad.detail)
+        return ParsedAnswer(
+            tuple(Action(call.name, call.arguments, text) for call in calls if call.status == OK),
+            "\n".join(filter(None, (found.thought, found.text))),
+            None if bad is None else bad.status,
+            "" if bad is None else bad.detail,
+            calls,
+        )
+
+
+def _said(found: NativeAnswer, text: str) -> ParsedAnswer:
+    """A response without calls: what it says, or why it says nothing."""
+    if found.unfinished:
+        return ParsedAnswer(error="unfinished_thought", detail="the answer ends inside its thought")
+    if not found.text:
+        return ParsedAnswer(error="empty", detail="there is no text after the thinking")
+    return ParsedAnswer((Action(SAY, {"text": found.text}, text),), found.thought)
+
+
+def _limited(calls: Sequence[ToolCall], limit: int) -> tuple[ToolCall, ...]:
+    """The calls, those beyond the limit marked."""
+    kept, seen = list[ToolCall](), 0
+    for call in calls:
+        seen += call.status == OK
+        extra = call.status == OK and seen > limit
+        detail = f"at most {limit} calls of a response are executed"
+        kept.append(replace(call, status=TOO_MANY, detail=detail) if extra else call)
+    return tuple(kept)
 
 
 def find_format(name: str) -> ActionFormat:
     """The format of a name, or of a `module:function` that reads answers; raises UserError."""
+    if name == NATIVE:
+        raise UserError("actions.format native depends on a model's chat template; only episodes of a model can use it")
     if ":" not in name:
         if name not in FORMATS:
             hint = did_you_mean(name, FORMATS)
@@ -278,6 +381,8 @@ class CallResult:
     text: str
     images: int
     """Number of images."""
+    call_id: str = ""
+    """Id that the model gave the call; empty if it gave none."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
     environment:
       factory: mmrl.agents.environments.tools:ToolEnvironment
       kwargs: {functions: ["my_tools.py:search"], reward: "my_tools.py:reward"}
-    actions: {format: tool_call, max_actions: 8}
     conversation: {tools: true}
 
 A task is {"question": ...} with any other entries, which the reward gets. An answer without a call ends the episode.

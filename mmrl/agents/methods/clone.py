@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mmrl.agents.agent_evaluation import AgentEvaluationConfig
-from mmrl.agents.agent_recipe import AgentDomain, AgentParts
+from mmrl.agents.agent_recipe import AgentDomain, AgentParts, check_writable
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.experts import (
     ExpertEnvironment,
@@ -68,6 +68,7 @@ class AgentCloneConfig(AgentParts, BaseRunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         self.check_parts(self.trainer.learning_rate)
+        check_writable(self.actions, self.recipe)
         check_critic(self.model, needed=False)
 
 
@@ -131,7 +132,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
                 seed = stream_seed(config.seed, "clone", task.id)
             env = NoisyExpert(env, list(self.pool.actions), config.random_actions, random.Random(seed))
         try:
-            return run_expert(env, task.task, task.seed, config.actions.format)
+            return run_expert(env, task.task, task.seed, config.actions.name)
         except ExpertFailedError:
             env.close()
             raise

@@ -22,7 +22,8 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl.agents.environments.agent_tasks import AgentTask
-from mmrl.agents.environments.environment import CUT, ActionConfig, Observation, find_format
+from mmrl.agents.environments.environment import CUT, ActionConfig, Observation
+from mmrl.agents.environments.native_calls import NativeAnswer, read_native
 from mmrl.agents.environments.videos import Video
 from mmrl.core.blocks.turns import ANCHOR
 from mmrl.core.payload import per_row, to_device
@@ -35,6 +36,8 @@ from mmrl.vlm.data.task import ImageSource, VlmTask
 from mmrl.vlm.engine.rows import text_prompt
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
+PROMPT_END = 100
+"""Characters of a prompt in which an opened thought is looked for."""
 OMITTED = "[picture left out]"
 """Replaces an image that has left the history."""
 
@@ -54,12 +57,12 @@ class ConversationConfig:
     re-reads the conversation from the beginning."""
     tools: bool = False
     """Whether the chat template describes the environment's `tools` to the model and their results are returned with
-    role `tool`, all results of one response together. Use it with `actions.format: tool_call`."""
+    role `tool`, all results of one response together."""
 
     def system_text(self, actions: ActionConfig, known: Mapping[str, str]) -> str:
         """The system turn."""
         listed = "\n".join(f"- {name}: {about}" if about else f"- {name}" for name, about in known.items())
-        return self.system.replace("{manual}", find_format(actions.format).manual).replace("{actions}", listed).strip()
+        return self.system.replace("{manual}", actions.manual).replace("{actions}", listed).strip()
 
 
 @dataclass
@@ -109,12 +112,19 @@ class Writer:
     """Writes conversations for a policy; an observation that occurs in several of them is encoded once."""
 
     def __init__(
-        self, policy: VlmPolicy, config: ConversationConfig, system: str, tools: Sequence[dict[str, Any]] = ()
+        self,
+        policy: VlmPolicy,
+        config: ConversationConfig,
+        system: str,
+        tools: Sequence[dict[str, Any]] = (),
+        native: str = "",
     ) -> None:
         self._policy = policy
         self._config = config
         self._system = system
         self.tools = list(tools)
+        self.native = native
+        """Format of the model's own tool calls, key of `CALL_FORMATS`; empty if they are not read."""
         self._turns: dict[tuple[object, ...], Prompt] = {}
 
     def begin(self, task: AgentTask, observation: Observation, prompt: Prompt | None = None) -> Conversation:
@@ -127,6 +137,18 @@ class Writer:
         # the sampled tokens stay in the trajectory; only the history for later turns loses its thoughts
         spoken = self._spoken(conversation.parts[-1].prompt, ids) if self._config.drop_thoughts else None
         conversation.parts.append(_Part(text_prompt(torch.tensor(ids, dtype=torch.int64)), spoken=spoken))
+
+    def read(self, conversation: Conversation, ids: list[int], finish: str) -> NativeAnswer:
+        """The calls in the tokens of the last response, which have control tokens that its text lacks."""
+        tokenizer = self._policy.processor.tokenizer
+        return read_native(
+            tokenizer.decode(ids, skip_special_tokens=False),
+            self.native,
+            self.tools,
+            prompt_end=conversation.parts[-2].prompt.text[-PROMPT_END:],
+            finish=finish,
+            ends=tokenizer.convert_ids_to_tokens(list(self._policy.eos_ids)),
+        )
 
     def follow(self, conversation: Conversation, observation: Observation, note: str = "") -> Prompt:
         """Append the next observation."""
@@ -177,7 +199,8 @@ class Writer:
         for result in observation.results:
             # the oldest images go first, also among the results of one turn
             omitted -= (gone := min(omitted, result.images))
-            turns.append(_turn_of(result.text, gone, result.images - gone) | {"role": "tool", "name": result.name})
+            turn = _turn_of(result.text, gone, result.images - gone) | {"role": "tool", "name": result.name}
+            turns.append(turn | ({"tool_call_id": result.call_id} if result.call_id else {}))
         return turns
 
     def _kept(self, conversation: Conversation, number: int, excess: int) -> Prompt:
@@ -431,6 +454,12 @@ class Episode:
         return sum(error not in ("", CUT) for error in self.errors)
 
     @property
+    def invalid_streak(self) -> int:
+        """Number of latest turns with an error, not counting those that were cut."""
+        read = [error for error in self.errors if error != CUT]
+        return len(read) - max((number for number, error in enumerate(read, 1) if not error), default=0)
+
+    @property
     def total(self) -> float:
         """Sum of the environment's rewards; NaN without a result."""
         return sum(self.rewards) if self.has_result else math.nan
@@ -442,7 +471,10 @@ NO_RESULT = ("failed", "overflow")
 ENDINGS: dict[str, str] = {
     "terminated": "The environment ended the episode.",
     "truncated": "The environment's limit or episode.max_turns was reached.",
-    "unreadable": "A response had no readable action, and actions.on_parse_error is terminate.",
+    "unreadable": (
+        "A response had no readable action, and actions.on_parse_error is terminate; or it is reply, and "
+        "actions.max_invalid turns in a row had an error."
+    ),
     "cut": "A response was truncated at the length limit, and actions.on_parse_error is terminate.",
     "failed": "The environment raised, hung, crashed or returned malformed data, so the episode has no result.",
     "overflow": "The next observation does not fit in the model's context, so the episode has no result.",

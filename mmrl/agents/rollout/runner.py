@@ -6,6 +6,7 @@ own random numbers, so it does not depend on which other episodes run at the sam
 
 from __future__ import annotations
 
+import re
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from mmrl.agents.environments.action_formats import SAY
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.env_pool import EnvPool, TurnResult
 from mmrl.agents.environments.environment import CUT, Action, ActionConfig, CallResult, Observation, ParsedAnswer
+from mmrl.agents.environments.native_calls import OK, ToolCall
 from mmrl.agents.environments.videos import Video
 from mmrl.agents.rollout.episodes import Conversation, Episode, EpisodeConfig, Writer, number_observation
 from mmrl.agents.rollout.turns import TurnSampler
@@ -52,6 +54,7 @@ class Fork:
 
 FEWEST_DROPPED = 4
 """Minimum number of dropped episodes in a step before `check_dropped` may fail it."""
+MOST_NAME_CHARS = 64
 
 
 class _Answer(NamedTuple):
@@ -295,7 +298,13 @@ class EpisodeRunner:
         episode.seconds.append(seconds)
         episode.finish = answer.finish
         self._writer.answer(slot.conversation, answer.ids)
-        parsed = self._actions.parse(answer.text, cut=answer.finish == "length")
+        cut = answer.finish == "length"
+        if self._writer.native:
+            parsed = self._actions.accept(
+                self._writer.read(slot.conversation, answer.ids, answer.finish), answer.text, cut
+            )
+        else:
+            parsed = self._actions.parse(answer.text, cut=cut)
         episode.errors.append(parsed.error or "")
         return parsed
 
@@ -340,11 +349,14 @@ class EpisodeRunner:
         # _record has already ended it as failed, which no other ending may replace
         if episode.ending:
             return True
-        if answer.error is not None and self._actions.on_parse_error == "terminate":
+        if answer.error is not None and self._actions.after_error == "terminate":
             episode.ending = "cut" if answer.error == CUT else "unreadable"
             episode.reason = answer.detail
         elif result is not None and result.terminated:
             episode.ending = "terminated"
+        elif self._actions.after_error == "reply" and episode.invalid_streak >= self._actions.max_invalid:
+            episode.ending = "unreadable"
+            episode.reason = f"{episode.invalid_streak} turns in a row had an error: {answer.detail}"
         # `terminated` wins over a limit that is reached in the same turn: there is nothing left to bootstrap
         elif (result is not None and result.truncated) or episode.trajectory.turns >= self._limits.max_turns:
             episode.ending = "truncated"
@@ -406,6 +418,8 @@ class EpisodeRunner:
         """The next observation and whether it restarts the conversation; raises TaskError if it does not fit."""
         # an answer without action changes nothing, so the note alone follows
         observation = Observation() if result is None else result.observation
+        if answer.calls:
+            observation = _with_errors(observation, answer.calls)
         part = self._writer.follow(slot.conversation, observation, answer.note)
         cut = self._writer.cut(slot.conversation)
         # At least one position has to be left for an answer; a restarted conversation begins with all of them.
@@ -476,6 +490,21 @@ def _with_name(action: Action, result: TurnResult) -> TurnResult:
         return result
     named = (CallResult(action.name, seen.text, len(seen.images)),)
     return replace(result, observation=replace(seen, results=named))
+
+
+def _with_errors(seen: Observation, calls: Sequence[ToolCall]) -> Observation:
+    """The results of executed calls, and errors as the results of the others, in the order of the calls."""
+    executed, results = iter(seen.results), list[CallResult]()
+    for call in calls:
+        if call.status != OK:
+            # a name that the model made up may contain control tokens
+            name = re.sub(r"[^\w.-]", "_", call.name)[:MOST_NAME_CHARS] or "unknown"
+            results.append(CallResult(name, f"Error: {call.detail}.", 0, call.id))
+        # calls after the end of an episode have no result
+        elif (result := next(executed, None)) is not None:
+            results.append(replace(result, call_id=call.id))
+    text = "\n".join(result.text for result in results if result.text)
+    return replace(seen, text=text, results=tuple(results))
 
 
 def _equal_observations(one: Observation, other: Observation) -> bool:

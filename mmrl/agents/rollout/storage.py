@@ -25,6 +25,7 @@ from torch import Tensor
 from mmrl.agents.environments.action_formats import SAY
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import ActionConfig, CallResult, Observation
+from mmrl.agents.environments.native_calls import OK, read_native
 from mmrl.agents.rollout.episodes import Episode, Trajectory, Writer
 from mmrl.agents.rollout.runner import note_overflow
 from mmrl.errors import UserError
@@ -269,7 +270,7 @@ def replay_episode(
         read = len(episode.prompt)
         for number, (observation, answer) in enumerate(turns):
             if number:
-                seen = _as_result(observation, turns[number - 1][1]) if writer.tools else observation
+                seen = _as_result(observation, turns[number - 1][1], writer) if writer.tools else observation
                 part, cut = writer.follow(conversation, seen), writer.cut(conversation)
                 steps.add_given(part) if cut is None else steps.restart(cut)
                 # a cut conversation starts again from the cut prompt
@@ -288,9 +289,12 @@ def replay_episode(
     return episode
 
 
-def _as_result(observation: Observation, answer: str) -> Observation:
+def _as_result(observation: Observation, answer: str, writer: Writer) -> Observation:
     """An observation as the result of the calls of the answer before it; records have it as one."""
-    calls = [action.name for action in ActionConfig(format="tool_call").parse(answer).actions if action.name != SAY]
+    if writer.native:
+        calls = [call.name for call in read_native(answer, writer.native, writer.tools).calls if call.status == OK]
+    else:
+        calls = [action.name for action in ActionConfig(format="tool_call").parse(answer).actions if action.name != SAY]
     if not calls or observation.results:
         return observation
     return replace(observation, results=(CallResult(calls[0], observation.text, len(observation.images)),))

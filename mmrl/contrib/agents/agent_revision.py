@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from mmrl.agents.agent_recipe import AgentParts
+from mmrl.agents.agent_recipe import AgentParts, check_writable
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.environment import CUT, Action, as_outcome, as_start, write_answer
 from mmrl.agents.environments.experts import (
@@ -68,8 +68,9 @@ class AgentRevisionConfig(AgentParts, BaseRunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         self.check_parts(self.trainer.learning_rate)
+        check_writable(self.actions, self.recipe)
         check_critic(self.model, needed=False)
-        if self.actions.max_actions > 1:
+        if self.actions.limit > 1:
             raise ValueError(
                 f"actions.max_actions is {self.actions.max_actions}, but the expert takes one action per turn, and so "
                 "must the episodes that it revises; leave it at 1"
@@ -148,9 +149,9 @@ class AgentRevisionRecipe(AgentCloneRecipe):
         try:
             if worst.success:
                 # a success is learnt as it is: played again with the agent's own actions as the expert's
-                played, own = revise(_Agreeing(env, said), task.task, task.seed, said, config.actions.format)[0], 0
+                played, own = revise(_Agreeing(env, said), task.task, task.seed, said, config.actions.name)[0], 0
             else:
-                played, own = revise(env, task.task, task.seed, said, config.actions.format, config.revision.thought)
+                played, own = revise(env, task.task, task.seed, said, config.actions.name, config.revision.thought)
         except ExpertFailedError as error:
             env.close()
             return Episode(task, ending="failed", reason=str(error))

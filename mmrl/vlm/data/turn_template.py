@@ -12,9 +12,10 @@ Control tokens in data are encoded as plain characters, except those that belong
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrl.errors import UserError
@@ -94,6 +95,12 @@ class TurnTemplate:
     def tokenizer(self) -> Any:
         """The tokenizer of the processor."""
         return self._processor.tokenizer
+
+    @property
+    def ends(self) -> list[str]:
+        """Tokens that end a sampled answer; see `end_ids`."""
+        ids = self.end_ids(self.tokenizer.convert_tokens_to_ids(self.stops))
+        return [str(token) for token in self.tokenizer.convert_ids_to_tokens(list(ids))]
 
     def end_ids(self, stops: Sequence[int]) -> tuple[int, ...]:
         """Ids that end a sampled answer: first the end token of the template, then those of the checkpoint."""
@@ -215,6 +222,16 @@ class TurnTemplate:
             raise TemplateError(problem)
         return rendered
 
+    def write_calls(self, calls: Sequence[Message], tools: Sequence[Any]) -> tuple[str, str]:
+        """The prompt before a turn with calls as far as the template keeps it, and the turn; raises TemplateError."""
+        whole = self.render([user_turn(QUESTION), assistant_turn("", tool_calls=list(calls))], tools=tools)
+        asked = self.render([user_turn(QUESTION)], asks=True, tools=tools)
+        # some templates leave out the thought that the prompt has opened
+        for start in (asked, OPEN_THINK.sub("", asked), whole.rpartition(QUESTION)[0] + QUESTION):
+            if whole.startswith(start):
+                return start, whole[len(start) :]
+        return "", whole
+
     def follow(
         self,
         messages: Sequence[Message],
@@ -333,18 +350,19 @@ class TurnTemplate:
     def _behind_calls(
         self, messages: Sequence[Message], ended: str | None, tools: Sequence[Any], calls: Sequence[str]
     ) -> str:
-        called = [
-            {"type": "function", "id": call_id(n), "function": {"name": name, "arguments": {}}}
-            for n, name in enumerate(calls)
+        ids = [str(turn.get("tool_call_id") or call_id(number)) for number, turn in enumerate(messages)]
+        named = [*zip(calls, ids, strict=True)]
+        results = [
+            turn | {"name": name, "tool_call_id": own} for turn, (name, own) in zip(messages, named, strict=True)
         ]
-        pairs = enumerate(zip(messages, calls, strict=True))
-        results = [turn | {"name": name, "tool_call_id": call_id(n)} for n, (turn, name) in pairs]
-        try:
-            return self._tail(results, called, ended, tools)
-        except TemplateError:
-            if len(called) == 1:
-                raise
-        return self._tail(results, called[:1], ended, tools)  # Llama 3.1 writes one call a turn
+        called = [as_call(name, {}, own) for name, own in named]
+        problems = list[TemplateError]()
+        for asked in call_forms(called):
+            try:
+                return self._tail(results, asked, ended, tools)
+            except TemplateError as error:
+                problems.append(error)
+        raise problems[0]
 
     def _tail(self, results: Sequence[Message], called: Sequence[Any], ended: str | None, tools: Sequence[Any]) -> str:
         # with a thought: Qwen3 leaves out the empty one of a turn once results follow it
@@ -448,7 +466,7 @@ class _Parts:
         """Collect the special tokens in heads, thoughts and calls."""
         # every name that templates use for a thought, each with the same text, so that one of them is shown
         fields = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), THOUGHT)
-        call = {"type": "function", "id": call_id(0), "function": {"name": "f", "arguments": {"a": 1}}}
+        call = as_call("f", {"a": 1}, call_id(0))
         bodies = [self.head]
         for turn in (assistant_turn(EARLIER, **fields), assistant_turn("", tool_calls=[call])):
             try:
@@ -473,6 +491,23 @@ class TemplateError(Exception):
 def call_id(number: int) -> str:
     """Id of a call: nine letters and digits, as Mistral's templates require."""
     return f"call{number:05d}"
+
+
+def as_call(name: str, arguments: Mapping[str, Any], id: str) -> Message:
+    """A call as chat templates take it."""
+    return {"type": "function", "id": id, "function": {"name": name, "arguments": dict(arguments)}}
+
+
+def call_forms(calls: Sequence[Message]) -> Iterator[list[Message]]:
+    """The calls of a turn in the forms that templates accept: all or one, with arguments as a mapping or as JSON."""
+    # Llama 3.1 writes one call a turn
+    for number in dict.fromkeys((len(calls), 1)):
+        yield [*calls[:number]]
+        # DeepSeek V3.1 appends the arguments to a text
+        yield [
+            call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+            for call in calls[:number]
+        ]
 
 
 def behind_open_thought(prompt_text: str, text: str) -> str:

@@ -53,7 +53,7 @@ from mmrl.vlm.model.network import (
     save_value_head,
     vision_parameters,
 )
-from mmrl.vlm.model.processor import banned_ids, eos_ids, load_processor, stop_at
+from mmrl.vlm.model.processor import banned_ids, eos_ids, file_eos_ids, load_processor, stop_at
 
 LARGE = 100.0
 """Size of the logits at which a head is compared with its matrix; capped or scaled ones are other numbers there."""
@@ -573,6 +573,24 @@ class VlmPolicy(nn.Module):
 def _no_autocast(x: Tensor) -> torch.autocast:
     """Run heads in the precision of the states, like `linear_logprobs`, so that all scores agree."""
     return torch.autocast(device_type=x.device.type, enabled=False)
+
+
+def read_turns(config: FrozenModelConfig) -> TurnTemplate | None:
+    """The chat template of a model without its weights; None if the model is not on this machine.
+
+    Raises:
+        UserError: the model's processor cannot be loaded.
+    """
+    if not isinstance(config, ModelConfig):
+        config = ModelConfig(**vars(config))
+    if not expanded(model_folder(config.path)).is_dir():
+        return None
+    base, adapter = resolve_model(model_folder(config.path))
+    _, settings = architecture(base)
+    processor = load_processor(str(adapter or base))
+    variables = template_variables(processor, config, family_of(settings.model_type).thinking_switch)
+    stops = file_eos_ids(base, settings, processor.tokenizer)
+    return TurnTemplate(processor, variables, stops, config.path, config.answer_tokens)
 
 
 def load_policy(config: FrozenModelConfig, *, value_head: bool = False, policy_class: Any = VlmPolicy) -> VlmPolicy:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -152,6 +153,18 @@ def eos_ids(network: Any, tokenizer: Any) -> tuple[int, ...]:
     if not ids:
         raise UserError("neither generation_config.json nor the tokenizer defines an end-of-turn token")
     return tuple(dict.fromkeys(ids))
+
+
+def file_eos_ids(base: str, settings: Any, tokenizer: Any) -> tuple[int, ...]:
+    """The same of a model folder and its configuration, without the network."""
+    from transformers import GenerationConfig
+
+    try:
+        generation = GenerationConfig.from_pretrained(base)
+    except OSError:
+        # as transformers does for a model without the file
+        generation = GenerationConfig.from_model_config(settings)
+    return eos_ids(SimpleNamespace(generation_config=generation), tokenizer)
 
 
 def stop_at(network: Any, ends: Sequence[int]) -> None:

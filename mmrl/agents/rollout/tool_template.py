@@ -1,0 +1,214 @@
+"""What a model's chat template says about tools: how calls are written, what follows them, what it keeps.
+
+Everything is read from renderings of sample turns, so that a template that loses something is found before a run.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mmrl.agents.environments.native_calls import CALL_FORMATS, OK, read_native
+from mmrl.errors import UserError
+from mmrl.vlm.data.turn_template import (
+    EARLIER,
+    QUESTION,
+    THOUGHT,
+    Message,
+    TemplateError,
+    TurnTemplate,
+    as_call,
+    assistant_turn,
+    call_forms,
+    call_id,
+    hide_control_tokens,
+    user_turn,
+)
+
+RESULT = "resultof"
+"""A sample result, which no template contains."""
+SHOWN = 600
+"""Maximum characters of a rendering to show."""
+WAYS_OUT = (
+    "so a conversation with tools would not be what the model knows; remove conversation.tools, or use a model whose "
+    "chat template has tools"
+)
+
+
+def call_format(turns: TurnTemplate) -> tuple[str, str]:
+    """The only format of `CALL_FORMATS` that reads sample calls of the chat template back as they were.
+
+    Returns:
+        Its name, empty if none or several do, and the calls as the template writes them, empty if it writes none.
+    """
+    first, name = "", PROBE_TOOL["function"]["name"]
+    for calls in (*call_forms(PROBES), *call_forms(NUMBERED)):
+        try:
+            start, body = turns.write_calls(calls, [PROBE_TOOL])
+        except TemplateError:
+            continue
+        if body.count(name) < len(calls):
+            continue
+        first = first or body
+        fitting = [row for row in CALL_FORMATS if _reads_back(row, start, body, turns.stops, len(calls))]
+        if len(fitting) == 1:
+            return fitting[0], body
+    return "", first
+
+
+def _reads_back(row: str, start: str, body: str, stops: Sequence[str], count: int) -> bool:
+    answer = read_native(body, row, [PROBE_TOOL], prompt_end=start, ends=stops)
+    # words around calls belong to a format that is not known; marks of turns do not
+    if re.sub(r"<[^<>]*>", "", answer.text).strip() and not start.endswith(QUESTION):
+        return False
+    found = answer.calls
+    given = [call["function"]["arguments"] for call in PROBES[:count]]
+    # as JSON, since True equals 1 in Python
+    same = [json.dumps(call.arguments, sort_keys=True) for call in found]
+    return all(call.status == OK for call in found) and same == [json.dumps(one, sort_keys=True) for one in given]
+
+
+@dataclass(frozen=True)
+class ToolTemplate:
+    """The facts about tools in a chat template."""
+
+    format: str
+    """Key of `CALL_FORMATS`; empty if the run reads calls by itself."""
+    parallel: bool
+    """Whether it writes several calls in one turn."""
+    result: str
+    """Text between a call that was cut off and the next answer, with `RESULT` as the call's result."""
+    keeps_thoughts: tuple[bool, bool]
+    """Whether the thought of an earlier turn stays once tool results follow it, and once a user message does."""
+    keeps_turns: bool
+    """Whether an earlier turn stays as it was written, its thought included, once a user message follows it."""
+
+    def lines(self, stops: Sequence[str]) -> list[str]:
+        """Lines for `mmrl train --dry-run`, given the tokens at which a response ends."""
+        rest = "unchanged" if self.keeps_turns else "rewritten"
+        tool, user = ("kept" if kept else "dropped" for kept in self.keeps_thoughts)
+        return [
+            f"chat template: a response ends at {' or '.join(stops)}",
+            f"  tool calls: format {self.format or 'unknown'}, {'several' if self.parallel else 'one'} per turn",
+            f"  a tool result: {self.result.replace(RESULT, '...')!r}",
+            f"  thoughts of earlier turns: {tool} before tool results, {user} before user messages",
+            f"  earlier turns: unchanged before tool results, {rest} before user messages",
+        ]
+
+
+def read_template(turns: TurnTemplate, tools: Sequence[Any], format: str | None = None) -> ToolTemplate:
+    """Read the facts, and try results of one and of two calls of the first tool.
+
+    Args:
+        turns: the chat template.
+        tools: JSON schemas of the tools.
+        format: key of `CALL_FORMATS` that the run reads; empty for a reader that is not among them, None for any key.
+
+    Raises:
+        UserError: the template shows no tools, rejects or loses results, writes no calls although `format` is None, or
+            writes them in another format.
+    """
+    try:
+        return _read(turns, tools, format)
+    except TemplateError as error:
+        raise UserError(f"{turns.blame} rejects a conversation with tools: {error}") from error
+
+
+def _read(turns: TurnTemplate, tools: Sequence[Any], format: str | None) -> ToolTemplate:
+    name = str(tools[0]["function"]["name"])
+    if name not in turns.render([user_turn(QUESTION)], asks=True, tools=tools):
+        raise UserError(f"{turns.blame} does not support tools, {WAYS_OUT}")
+    found, written = call_format(turns)
+    if format is None and not written:
+        raise UserError(f"{turns.blame} does not write tool calls, {WAYS_OUT}")
+    if format is None and not found:
+        raise UserError(
+            f"{turns.blame} writes tool calls in none of the formats {', '.join(CALL_FORMATS)}; set actions.format to "
+            f"your own module:function that reads them. It writes: {written[:SHOWN]!r}"
+        )
+    if format and found and format != found:
+        raise UserError(
+            f"actions.format reads calls in the format {format}, but {turns.blame} writes them in the format {found}; "
+            f"set actions.format: native. It writes: {written[:SHOWN]!r}"
+        )
+    result = {"role": "tool", "content": [{"type": "text", "text": RESULT}]}
+    # two results first: they also show whether each of several is kept
+    _, follow = (turns.follow([result] * count, end=None, tools=tools, calls=[name] * count) for count in (2, 1))
+    called = assistant_turn("", **THOUGHTS, tool_calls=[as_call(name, {}, call_id(0))])
+    answered = result | {"name": name, "tool_call_id": call_id(0)}
+    after_tool, _ = _kept(turns, called, answered, tools)
+    after_user, whole = _kept(turns, assistant_turn(EARLIER, **THOUGHTS), user_turn(RESULT), tools)
+    return ToolTemplate(found or format or "", _is_parallel(turns), follow, (after_tool, after_user), whole)
+
+
+def check_plain_calls(turns: TurnTemplate) -> None:
+    """Reject a template whose calls have control tokens, which dropping thoughts would turn into text."""
+    body = call_format(turns)[1]
+    for stop in turns.stops:
+        body = body.partition(stop)[0]
+    if hidden := hide_control_tokens([{"content": body}], turns.tokenizer)[0]:
+        raise UserError(
+            f"conversation.drop_thoughts writes earlier answers again as text, but {turns.blame} writes {hidden[0]} "
+            "into tool calls; remove conversation.drop_thoughts"
+        )
+
+
+def _is_parallel(turns: TurnTemplate) -> bool:
+    for calls in call_forms(PROBES):
+        try:
+            if len(calls) > 1 and turns.write_calls(calls, [PROBE_TOOL])[1].count(str(MANY)) == 1:
+                return True
+        except TemplateError:
+            continue
+    return False
+
+
+def _kept(turns: TurnTemplate, turn: Message, after: Message, tools: Sequence[Any]) -> tuple[bool, bool]:
+    """Whether a turn keeps its thought, and everything up to its text, before a further message."""
+    try:
+        earlier = turns.render([user_turn(QUESTION), turn], tools=tools)
+        whole = turns.render([user_turn(QUESTION), turn, after], asks=True, tools=tools)
+    except TemplateError:
+        return False, False
+    return THOUGHT in whole, whole.startswith(earlier.partition(EARLIER)[0])
+
+
+MANY = 57921
+"""A number that shows whether the second of two calls is written."""
+PROBE_TOOL: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "probe",
+        "description": "Probe.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                name: {"type": kind, "description": name}
+                for name, kind in (
+                    ("number", "integer"),
+                    ("nested", "object"),
+                    ("digits", "string"),
+                    ("lines", "string"),
+                    ("flag", "boolean"),
+                )
+            },
+            "required": [],
+        },
+    },
+}
+PROBES = [
+    as_call(
+        "probe",
+        {"number": 941, "nested": {"c": [1, {"d": "x"}]}, "digits": "007", "lines": "x\n  y", "flag": False},
+        call_id(0),
+    ),
+    as_call("probe", {"number": MANY}, call_id(1)),
+]
+"""Calls whose arguments a reader of another format would change: text that looks like a number, lines, nesting."""
+NUMBERED = [call | {"id": f"functions.probe:{number}"} for number, call in enumerate(PROBES)]
+"""The same with ids as of Kimi, whose template writes the id of a call and not its name."""
+THOUGHTS = dict.fromkeys(("reasoning_content", "thinking", "reasoning"), THOUGHT)
+"""A sample thought under every name that templates use for it."""
