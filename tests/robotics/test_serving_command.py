@@ -159,6 +159,7 @@ def test_ctrl_c_sends_robots_away_and_exits_130(command):
     assert "robot 1 was disconnected by the server: 0 responses" in said
 
 
+@pytest.mark.slow
 def test_the_run_of_a_cloned_policy_is_served(command, tmp_path):
     config = clone(tmp_path, demonstrate(tmp_path / "demos"), eval_data={})
     run = train(find_recipe("robot_clone"), config)

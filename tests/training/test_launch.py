@@ -98,9 +98,8 @@ def resumed(folder, command):
     assert json.loads((folder / "run/result.json").read_text())["steps"] == steps
 
 
-@pytest.mark.parametrize(
-    ("lost", "count"), [(0, 2), pytest.param(1, 2, marks=pytest.mark.slow), pytest.param(2, 3, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("lost", "count"), [(0, 2), (1, 2), (2, 3)])
 def test_a_killed_process_is_named_with_the_command_that_resumes(lost, count, tmp_path):
     tasks = f"trainer.tasks_per_step={2 * count}"
     with begun(tmp_path, STEPS, tasks, "--processes", str(count)) as (program, ranks, everything):

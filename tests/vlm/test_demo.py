@@ -24,6 +24,7 @@ def small(monkeypatch):
     shrink_demo(monkeypatch, demo, COMMON, SMALL)
 
 
+@pytest.mark.slow
 def test_the_demo_reports_the_effects_of_hints_reading_and_blindness(tmp_path, small, monkeypatch, caplog):
     lines = demo.run(tmp_path / "demo")
     text = "\n".join(lines)

@@ -143,6 +143,7 @@ def test_the_decoder_is_frozen_with_its_tied_embeddings(sees, tmp_path):
     assert perplexity(str(last_model(run))) == perplexity(str(sees))
 
 
+@pytest.mark.slow
 def test_the_demo_prints_accuracy_by_kind_and_perplexity(language, tmp_path, monkeypatch):
     small = read_yaml(CONFIG)
     config = tmp_path / "small.yaml"

@@ -204,6 +204,7 @@ def test_pairs_that_the_run_began_without_are_refused(tmp_path, tiny_folders):
         evaluate(RECIPES["preference"], config, run_dir)
 
 
+@pytest.mark.slow
 def test_a_run_learns_the_order_and_shows_both_sides(tmp_path, tiny_folders):
     config = pair_config(tmp_path, tiny_folders[MODEL], steps=12, tasks_per_step=6, learning_rate=3e-3)
     config.evaluation.rewards = [RewardConfig(name="exact")]

@@ -78,6 +78,7 @@ def test_reloaded_checkpoint_gives_the_same_logits(tmp_path, tiny_folders):
         assert torch.equal(model(**inputs).logits, policy.network.eval()(**inputs).logits)
 
 
+@pytest.mark.slow
 def test_runs_in_parts_of_a_batch_repeat_and_resume_bit_for_bit(tmp_path, tiny_folders):
     options = {"minibatches_per_step": 3, "epochs": 2, "micro_batch": 5}
     final = []

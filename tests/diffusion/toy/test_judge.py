@@ -40,6 +40,7 @@ def test_the_default_training_reads_fresh_renders():
             assert np.mean(wrong > 0.5) < 0.02
 
 
+@pytest.mark.slow
 def test_score_is_the_product_over_the_looks(judge):
     images, _ = render_dataset(all_scenes(["single"]), 3, seed=4)
     metadata = parse_caption("two red squares").metadata

@@ -84,6 +84,7 @@ def shaken(backend):
     return dataclasses.replace(video, rgb=rgb, depth_m=depth, truth=None), video.T_world_cam @ relative, video
 
 
+@pytest.mark.slow
 def test_a_moving_camera_is_refused_or_compensated(shaken):
     video, poses, still = shaken
     with pytest.raises(RejectedVideo) as refused:

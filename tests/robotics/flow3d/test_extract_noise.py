@@ -122,6 +122,7 @@ def test_the_object_is_found_in_noise(noisy):
     assert score.precision > 0.9
 
 
+@pytest.mark.slow
 def test_denoised_depth_and_reprojection_follow_the_object_in_noise(noisy):
     score, raw = (score_tracker(RigidChain(), noisy, depth=depth) for depth in (None, SensorDepth()))
     assert score.median_cm < 1.2  # 1 cm is the noise of a single depth

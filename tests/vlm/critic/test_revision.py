@@ -106,6 +106,7 @@ def revision_run(tmp_path, folders, reasoner):
     return config
 
 
+@pytest.mark.slow
 def test_a_preference_run_measures_revisions_of_a_frozen_reasoner(tmp_path, tiny_folders):
     found = []
     for name, reasoner in (("own", None), ("frozen", tiny_folders[MODEL])):

@@ -33,6 +33,7 @@ def small(monkeypatch):
     shrink_demo(monkeypatch, demo, COMMON, SMALL)
 
 
+@pytest.mark.slow
 def test_the_demo_compares_selections_and_shows_the_picks(tmp_path, small, monkeypatch):
     lines = demo.run(tmp_path / "demo")
     text = "\n".join(lines)

@@ -77,6 +77,7 @@ def test_a_motion_out_of_reach_is_refused_unless_only_its_goal_counts(arm):
 
 
 @pytest.mark.parametrize("arm", ["panda", pytest.param("ur5e", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.slow
 def test_obstacles_refuse_grasps(arm):
     ik, clearance, surface = ArmIk(arm), ArmClearance(arm), box((0.03, 0.02, 0.05))
     grasps = primitive_grasps(surface, arm.max_opening_m)
