@@ -76,7 +76,7 @@ def test_a_motion_out_of_reach_is_refused_unless_only_its_goal_counts(arm):
     assert choose_grasps(away, out_and_back, ReachChecks(ik, ik.home_rad))[1] == {"the grasp is out of reach": 2}
 
 
-@pytest.mark.parametrize("arm", ["panda", pytest.param("ur5e", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("arm", ["panda", "ur5e"], indirect=True)
 @pytest.mark.slow
 def test_obstacles_refuse_grasps(arm):
     ik, clearance, surface = ArmIk(arm), ArmClearance(arm), box((0.03, 0.02, 0.05))
