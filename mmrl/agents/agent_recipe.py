@@ -223,6 +223,7 @@ class AgentDomain:
             # a dry run ends here, with data, rewards and environments checked
             model_follows(self)
             self.policy = load_policy(config.model, value_head=value_head)
+            self.pool.show_images = self.policy.reads_media
             self.terms = router_terms(self)
             self.policy.turns.check_readers(readers_of(rewards, sampler.stop))
             self.policy.check_response_length(sampler.max_new_tokens)
