@@ -24,7 +24,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,6 +93,7 @@ class OpenEnvEnvironment:
         self._image_keys = tuple(image_keys)
         self.show_images = True
         """Whether images are shown."""
+        self._opened = ExitStack()
         self._socket: ClientConnection | None = None
         self._has_reward = False
         # Now, so that a server with too few sessions is found before the run begins.
@@ -106,12 +107,8 @@ class OpenEnvEnvironment:
         self.actions: Mapping[str, str] = {"act": described}
         """The only action, with the entries that are its arguments."""
         parameters = {**self._schema, "properties": dict(self._entries)}
-        self.tools = [
-            {
-                "type": "function",
-                "function": {"name": "act", "description": "Act in the environment.", "parameters": parameters},
-            }
-        ]
+        function = {"name": "act", "description": "Act in the environment.", "parameters": parameters}
+        self.tools = [{"type": "function", "function": function}]
         """The action as the JSON schema of a tool."""
 
     def fitting_formats(self) -> list[str]:
@@ -156,8 +153,7 @@ class OpenEnvEnvironment:
 
     def close(self) -> None:
         """Free the session."""
-        if self._socket is not None:
-            self._socket.close()
+        self._opened.close()
 
     def _connect(self) -> None:
         """Open a session, waiting for the server to start or for a session to become free."""
@@ -169,7 +165,8 @@ class OpenEnvEnvironment:
         while True:
             self.close()
             try:
-                self._socket = connect(address, max_size=self._max_bytes, additional_headers=self._headers)
+                opened = connect(address, max_size=self._max_bytes, additional_headers=self._headers)
+                self._socket = self._opened.enter_context(opened)
                 # A server accepts the connection first and reports afterwards that it is full.
                 self._ask("state", {})
                 return

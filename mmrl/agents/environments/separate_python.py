@@ -47,7 +47,7 @@ def environment_python(name: str) -> str:
             f"environment.python: {name} is not installed in {made.parents[1]}; install it with `mmrl setup {name}`, "
             "or set MMRL_ENVIRONMENTS to the folder that contains it"
         )
-    found = shutil.which(Path(name).expanduser())
+    found = shutil.which(str(Path(name).expanduser()))
     if found is None:
         raise UserError(
             f"environment.python is {name!r}, which is neither an interpreter nor one of: {', '.join(SEPARATE)}"

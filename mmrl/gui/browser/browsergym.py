@@ -12,7 +12,7 @@ the arguments, as in `click(bid='12')`. `elapsed_time` is left out of observatio
 
 BrowserGym pins an old playwright, so it runs in its own Python; the browser is the one of `mmrl.gui`, if there is one.
 
-Source: ServiceNow/BrowserGym 0.14.3, browsergym/core/src/browsergym: core/env.py, core/action/highlevel.py, utils/obs.py
+Source: ServiceNow/BrowserGym 0.14.3, core/env.py, core/action/highlevel.py and utils/obs.py of the package browsergym.
 """
 
 from __future__ import annotations
