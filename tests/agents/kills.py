@@ -13,19 +13,21 @@ from mmrl.agents.environments.agent_tasks import AgentTask
 def play_with_kills(pool, task, first, move, last, victim, kills, *, counted=0, seed=0):
     """Play episodes of four moves until so many victims are dead; returns how the episodes ended.
 
-    In each round most of the episodes lose their `victim(row, result, generator)`, the id of a process, before one
-    of their moves; the result is that of `first`. The environment counts the moves, `first` too if `counted` is 1, and `last` ends
-    an episode.
+    In each round most of the episodes lose their `victim(row, result, generator)`, the id of a process, before one of
+    their moves; the result is that of `first`. The environment counts the moves, `first` too if `counted` is 1, and
+    `last` ends an episode.
     """
     generator, endings = random.Random(0), Counter()
     rows = range(pool.size)
     while endings["killed"] < kills:
-        assert all(turn.failure is None for turn in pool.reset({row: AgentTask("t", task, seed) for row in rows}).values())
+        assert all(
+            turn.failure is None for turn in pool.reset({row: AgentTask("t", task, seed) for row in rows}).values()
+        )
         found = pool.step(dict.fromkeys(rows, first))
         doomed = {row: generator.randrange(2) for row in rows if generator.random() < 0.75}
         killed = set()
         for number in range(4):
-            results = pool.step({row: last if number == 3 else move for row in pool.live})
+            results = pool.step(dict.fromkeys(pool.live, last if number == 3 else move))
             for row, turn in results.items():
                 if row in killed:
                     assert turn.failure is not None

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections import Counter
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -15,15 +16,22 @@ from types import ModuleType, SimpleNamespace
 import pytest
 from PIL import Image
 
-from mmrl.agents.environments.agent_tasks import AgentTask
+from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe
+from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
-from mmrl.agents.environments.environment import Action
+from mmrl.agents.environments.environment import Action, ActionConfig, ParsedAnswer
 from mmrl.agents.environments.mcp_tools import McpEnvironment
 from mmrl.agents.monitor import count_episodes, episode_metrics
-from mmrl.agents.rollout.episodes import Episode
+from mmrl.agents.rollout.episodes import ConversationConfig, Episode
 from mmrl.errors import RunError, UserError
 from mmrl.runs.tracking import describe_metric
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step
+from mmrl.training.settings import TrainerConfig
+from mmrl.vlm.engine.vlm_sampler import SamplerConfig
+from mmrl.vlm.model.model_config import ModelConfig
 from tests.agents.kills import play_with_kills
+from tests.agents.test_tools import with_tools
 
 REWARD = f"{Path(__file__).with_name('my_tools.py')}:reward"
 SERVER = {"command": sys.executable, "args": [str(Path(__file__).with_name("mcp_server.py"))]}
@@ -66,7 +74,9 @@ class FakeClient:
 
     async def list_tools(self, cursor):
         tools = self.tools[:1] if cursor is None else self.tools[1:]
-        found = [SimpleNamespace(name=name, description=about, input_schema={"type": "object"}) for name, about in tools]
+        found = [
+            SimpleNamespace(name=name, description=about, input_schema={"type": "object"}) for name, about in tools
+        ]
         return SimpleNamespace(tools=found, next_cursor="2" if cursor is None else None)
 
     async def call_tool(self, name, arguments, timeout_s):
@@ -107,17 +117,25 @@ def test_tools_are_those_that_the_servers_list(fake, closing):
     assert env.actions == {"add": "Add.", "look": ""}
     described = {"name": "add", "description": "Add.", "parameters": {"type": "object"}}
     assert env.tools[0] == {"type": "function", "function": described}
-    chosen = closing(McpEnvironment({"one": {**SERVER, "tools": ["add"]}, "two": {**SERVER, "tools": ["look"]}}, REWARD))
+    chosen = closing(
+        McpEnvironment({"one": {**SERVER, "tools": ["add"]}, "two": {**SERVER, "tools": ["look"]}}, REWARD)
+    )
     assert list(chosen.actions) == ["add", "look"]
 
 
 @pytest.mark.parametrize(
     ("servers", "said"),
     [
-        ({"one": SERVER, "two": SERVER}, r"servers\.two: 'add' is also a tool of one; list the tools to use in servers\.two"),
+        (
+            {"one": SERVER, "two": SERVER},
+            r"servers\.two: 'add' is also a tool of one; list the tools to use in",
+        ),
         ({"one": {**SERVER, "tools": ["fly"]}}, r"servers\.one\.tools: there is no 'fly'; the server has: add, look"),
         ({"one": {"type": "http"}}, r"servers\.one has no `command` and no `url`; found type"),
-        ({"one": {"url": "http://x", "args": []}}, r"'args' is no entry of a server with `url`; its entries: url, headers"),
+        (
+            {"one": {"url": "http://x", "args": []}},
+            r"'args' is no entry of a server with `url`; its entries: url,",
+        ),
         ({"one": {**SERVER, "args": "a b"}}, r"servers\.one\.args is 'a b'; expected a list of texts"),
         ({"one": {**SERVER, "env": {"A": 1}}}, r"servers\.one\.env is \{'A': 1\}; expected a mapping of texts"),
     ],
@@ -201,12 +219,9 @@ def test_a_server_that_is_gone_is_no_mistake_of_the_agent(fake, closing):
 
 
 def test_tool_errors_are_counted_by_kind():
-    seen = {}
+    seen = Counter()
     lost = Episode(AgentTask("b"), ending="failed", tool_errors={"timeout": 9})
     done = Episode(AgentTask("a"), ending="terminated", tool_errors={"timeout": 1, "tool_error": 2}, answers=[""] * 4)
-    from collections import Counter
-
-    seen = Counter()
     count_episodes(seen, [done, lost])
     metrics = episode_metrics(seen)
     assert metrics["episode/tool_errors/timeout"] == 0.25
@@ -223,7 +238,9 @@ def test_a_missing_package_is_named():
 @real
 @pytest.mark.slow
 def test_a_server_of_this_machine(tmp_path):
-    config = EnvironmentConfig(FACTORY, {"servers": {"one": SERVER}, "reward": REWARD, "call_timeout_s": 3.0}, workers=2)
+    config = EnvironmentConfig(
+        FACTORY, {"servers": {"one": SERVER}, "reward": REWARD, "call_timeout_s": 3.0}, workers=2
+    )
     with EnvPool(config, tmp_path) as pool:
         assert pool.actions["add"] == "Add to the count."
         schema = next(tool["function"] for tool in pool.tools if tool["function"]["name"] == "fail")["parameters"]
@@ -255,10 +272,12 @@ def test_a_server_that_runs_elsewhere(tmp_path):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     server = {"url": f"http://127.0.0.1:{port}/mcp", "headers": {"x-key": "abc"}}
-    config = EnvironmentConfig(FACTORY, {"servers": {"one": server}, "reward": REWARD, "call_timeout_s": 3.0}, workers=1)
+    config = EnvironmentConfig(
+        FACTORY, {"servers": {"one": server}, "reward": REWARD, "call_timeout_s": 3.0}, workers=1
+    )
     with pytest.raises(RunError, match="the MCP server one does not start"):
         EnvPool(config)
-    command = [server and SERVER["command"], *SERVER["args"], str(port)]
+    command = [SERVER["command"], *SERVER["args"], str(port)]
 
     def serve():
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
@@ -285,6 +304,34 @@ def test_a_server_that_runs_elsewhere(tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+@real
+@pytest.mark.slow
+def test_an_agent_that_cannot_see_gets_notes_and_its_errors_are_counted(tmp_path, language_model, monkeypatch, closing):
+    moves = [Action("picture"), Action("fail", {"text": "x"}), Action("say", {"text": "3"})]
+
+    def one_move_a_turn(self, text, cut=False):
+        turns.append(text)
+        return ParsedAnswer((moves[min((len(turns) - 1) // 2, 2)],))
+
+    turns = []
+    monkeypatch.setattr(ActionConfig, "parse", one_move_a_turn)
+    config = AgentConfig(
+        output_dir=str(tmp_path / "run"),
+        model=ModelConfig(path=str(language_model)),
+        environment=EnvironmentConfig(FACTORY, {"servers": {"one": SERVER}, "reward": REWARD}, workers=2),
+        data=TaskSetConfig(seeds=1, options=TASK),
+        conversation=ConversationConfig(system="", tools=True),
+        actions=ActionConfig(format="tool_call"),
+        sampler=SamplerConfig(max_new_tokens=3),
+        trainer=TrainerConfig(tasks_per_step=1, samples_per_task=2),
+    )
+    recipe = closing(AgentRecipe(config))
+    with_tools(recipe.policy)
+    for episode in recipe.run_groups(recipe.policy, recipe.train_tasks, Streams(0), Step())[0]:
+        assert (episode.ending, episode.total, episode.tool_errors) == ("terminated", 1.0, {"tool_error": 1})
+        assert "[image of type image/png, which cannot be shown]" in episode.trajectory.inserts[0].prompt.text
 
 
 @real

@@ -89,7 +89,11 @@ def test_images_and_texts_are_chosen_by_their_keys(server, closing):
     content = io.BytesIO()
     Image.new("RGB", (3, 2)).save(content, "PNG")
     written = base64.b64encode(content.getvalue()).decode()
-    server.shown = {"plain": written, "url": f"data:image/png;base64,{written}", "rows": np.zeros((2, 3, 3), int).tolist()}
+    server.shown = {
+        "plain": written,
+        "url": f"data:image/png;base64,{written}",
+        "rows": np.zeros((2, 3, 3), int).tolist(),
+    }
     keys = list(server.shown)
     env = closing(OpenEnvEnvironment(server.url, image_keys=keys))
     seen = env.reset({}, 7)

@@ -40,7 +40,7 @@ def test_an_environment_runs_in_another_interpreter(tmp_path, monkeypatch):
 def test_interpreters_are_paths_or_names_of_installed_environments(tmp_path, monkeypatch):
     monkeypatch.setenv("MMRL_ENVIRONMENTS", str(tmp_path))
     assert environment_python(sys.executable) == sys.executable
-    with pytest.raises(UserError, match=f"not installed in {tmp_path}/browsergym; install it with `mmrl setup browserg"):
+    with pytest.raises(UserError, match=f"not installed in {tmp_path}/browsergym; install it with `mmrl setup"):
         environment_python("browsergym")
     with pytest.raises(UserError, match="'nopython', which is neither an interpreter nor one of: browsergym"):
         environment_python("nopython")

@@ -1,4 +1,4 @@
-"""BrowserGym: its observations and actions, with stand-ins of its modules, and with the package where it is installed."""
+"""BrowserGym: its observations and actions, with stand-ins of its modules, and with the package if it is installed."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ from mmrl.gui.browser import browsergym
 from mmrl.gui.browser.browser import find_chromium
 from mmrl.gui.browser.browsergym import BrowserGymEnvironment
 
-PAGE = """<title>Shop</title><button onclick="document.title = 'bought'; document.body.textContent = 'Thanks'">Buy</button>"""
+PAGE = """<title>Shop</title><button onclick="document.title = 'bought'">Buy</button>"""
 TASK = {"name": "browsergym/openended", "goal": "Buy it.", "start_url": "http://shop"}
 SCREEN = np.zeros((2, 3, 3), np.uint8)
 
@@ -83,7 +83,11 @@ def fake(monkeypatch):
     obs = modules["browsergym.utils.obs"] = ModuleType("obs")
     obs.IGNORED_AXTREE_ROLES = ["LineBreak"]
     obs.flatten_axtree_to_str = lambda tree, extra_properties, filter_visible_only, ignored_roles: tree
-    modules["gymnasium"].registry = {"browsergym/openended": None, "browsergym/miniwob.click": None, "CartPole-v1": None}
+    modules["gymnasium"].registry = {
+        "browsergym/openended": None,
+        "browsergym/miniwob.click": None,
+        "CartPole-v1": None,
+    }
     modules["gymnasium"].make = lambda id, disable_env_checker, **options: FakeEnv(id, **options)
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
@@ -160,9 +164,9 @@ def test_mistakes_of_the_user_are_named(fake, monkeypatch):
     env = BrowserGymEnvironment()
     with pytest.raises(UserError, match="needs the id of its environment as name"):
         env.reset({}, 7)
-    with pytest.raises(UserError, match=r"webarena\.1 needs browsergym\.webarena; install browsergym-webarena with the"):
+    with pytest.raises(UserError, match=r"webarena\.1 needs browsergym\.webarena; install browsergym-webarena"):
         env.reset({"name": "webarena.1"}, 7)
-    with pytest.raises(UserError, match="no task 'browsergym/open'; it has: browsergym/openended, browsergym/miniwob.click$"):
+    with pytest.raises(UserError, match="no task 'browsergym/open'; it has: browsergym/openended, browsergym/min"):
         env.reset({"name": "open"}, 7)
     monkeypatch.setitem(sys.modules, "browsergym.core.action.highlevel", None)
     with pytest.raises(UserError, match="which is not installed in this Python; run `mmrl setup browsergym`"):
@@ -198,7 +202,9 @@ def test_the_package_in_its_own_python(tmp_path):
     with EnvPool(config, tmp_path) as pool:
         assert pool.actions["click"].startswith("click(bid: str")
         begun = pool.reset({0: task})[0].observation
-        assert begun.text.startswith(f"Goal: Buy it.\nTabs:\n0 (active): Shop, {page.as_uri()}\nPage:\nRootWebArea 'Shop'")
+        assert begun.text.startswith(
+            f"Goal: Buy it.\nTabs:\n0 (active): Shop, {page.as_uri()}\nPage:\nRootWebArea 'Shop'"
+        )
         assert begun.images[0].shape == (720, 1280, 3)
         (bid,) = [line.split("]")[0].strip().lstrip("[") for line in begun.text.splitlines() if "button 'Buy'" in line]
         missing = pool.step({0: Action("click", {"bid": "999"})})[0]

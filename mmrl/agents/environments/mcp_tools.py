@@ -38,8 +38,9 @@ if TYPE_CHECKING:
 
 ENTRIES = {"command": ("command", "args", "env", "cwd", "tools"), "url": ("url", "headers", "tools")}
 """Entries of a server that is a command, and of one that runs elsewhere."""
-TYPES: Mapping[str, type] = {"args": list, "tools": list, "env": dict, "headers": dict}
-"""Types of entries that are no texts; their parts are."""
+LIST, MAPPING = (list, "a list of texts"), (dict, "a mapping of texts")
+TYPES: Mapping[str, tuple[type, str]] = {"args": LIST, "tools": LIST, "env": MAPPING, "headers": MAPPING}
+"""Types of the entries that are no texts."""
 METHOD_NOT_FOUND = -32601
 KINDS = {-32602: "bad_arguments", METHOD_NOT_FOUND: "unknown_tool", -32001: "timeout"}
 """Kinds of errors by their code in JSON-RPC; any other is `server_error`."""
@@ -221,9 +222,8 @@ def checked_server(name: str, server: Mapping[str, Any]) -> Mapping[str, Any]:
         raise UserError(f"servers.{name}: {unknown[0]!r} is no entry of a server with `{place}`; its entries: {known}")
     for key, value in server.items():
         parts = list(value.values()) if isinstance(value, dict) else value if isinstance(value, list) else [value]
-        kind = TYPES.get(key, str)
+        kind, plain = TYPES.get(key, (str, "a text"))
         if not isinstance(value, kind) or not all(isinstance(part, str) for part in parts):
-            plain = {list: "a list of texts", dict: "a mapping of texts"}.get(kind, "a text")
             raise UserError(f"servers.{name}.{key} is {value!r:.80}; expected {plain}")
     return dict(server)
 
