@@ -255,6 +255,7 @@ class AgentDomain:
             self.policy = load_policy(config.model, value_head=value_head)
             if self.tool_template is None:
                 self._read_template(self.policy.turns)
+            self.pool.show_images = self.policy.reads_media
             self.terms = router_terms(self)
             self.policy.turns.check_readers(readers_of(rewards, sampler.stop))
             self.policy.check_response_length(sampler.max_new_tokens)

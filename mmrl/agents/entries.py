@@ -69,6 +69,7 @@ METRICS = {
     "episode/empty": "Fraction of the step's responses that are empty.",
     "episode/cut": "Fraction of the step's responses truncated at the length limit, and therefore not executed.",
     "episode/calls": "Tool calls per response.",
+    "episode/tool_errors/<kind>": "Tool calls per response that ended in an error of a kind, such as timeout.",
     "episode/below_silence": "Fraction of the step's action-only episodes that earned less than doing nothing.",
     "episode/refused": "Actions per turn that the environment could not execute.",
     "episode/turns/<greedy|sampled>": "Mean number of turns of the evaluation's episodes.",

@@ -140,6 +140,8 @@ def count_episodes(seen: Counter[str], episodes: Sequence[Episode]) -> None:
     seen["cut"] += errors[CUT]
     seen["refused"] += sum(episode.refused for episode in sound)
     seen["calls"] += sum(episode.calls for episode in sound)
+    for episode in sound:
+        seen.update({f"tool_errors/{kind}": count for kind, count in episode.tool_errors.items()})
     seen.update(episode.ending for episode in episodes if not episode.has_result)
 
 
@@ -167,7 +169,8 @@ def episode_metrics(seen: Mapping[str, float]) -> dict[str, float]:
     # no result at all: NaN, which the log shows as missing
     results, answers = seen.get("results", 0) or math.nan, seen.get("answers", 0) or math.nan
     found = {f"episode/{name}": seen.get(name, 0) / results for name in ("success", "return", "turns", "below_silence")}
-    return found | {f"episode/{name}": seen.get(name, 0) / answers for name in BY_ANSWER}
+    kinds = [name for name in seen if name.startswith("tool_errors/")]
+    return found | {f"episode/{name}": seen.get(name, 0) / answers for name in (*BY_ANSWER, *sorted(kinds))}
 
 
 def agent_alarms(config: Any) -> dict[str, Alarm]:

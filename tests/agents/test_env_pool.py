@@ -195,6 +195,13 @@ def test_counts_and_tracebacks_belong_to_the_run(tmp_path):
     assert [name for name in metrics if describe_metric(name) is None] == []
 
 
+def test_environments_learn_whether_the_model_sees_images():
+    with EnvPool(config("Looking", isolate=False)) as pool:
+        assert pool.reset(tasks("well"))[0].observation.text == "images: True"
+        pool.show_images = False
+        assert pool.reset(tasks("well"))[0].observation.text == "images: False"
+
+
 def test_environments_in_this_process(tmp_path):
     with EnvPool(config(workers=2, isolate=False), tmp_path) as pool:
         begun = pool.reset(tasks("well", "well"))

@@ -46,12 +46,12 @@ def test_functions_are_called_and_their_exceptions_are_text():
     assert env.tools[0]["function"]["parameters"]["properties"]["a"]["type"] == "integer"
     assert env.reset(TASK, 0) == TASK["question"]
     assert env.step(Action("add", {"a": 2, "b": 3})) == ("5", 0.0, False, {})
-    for action, text in (
-        (Action("fail", {"text": "luck"}), "ValueError: no luck"),
-        (Action("add", {"a": 2}), "TypeError: missing a required argument: 'b'"),
-        (Action("multiply"), "There is no tool 'multiply'; the tools are: add, fail."),
+    for action, kind, text in (
+        (Action("fail", {"text": "luck"}), "ValueError", "ValueError: no luck"),
+        (Action("add", {"a": 2}), "bad_arguments", "TypeError: missing a required argument: 'b'"),
+        (Action("multiply"), "unknown_tool", "There is no tool 'multiply'; the tools are: add, fail."),
     ):
-        assert env.step(action) == (text, 0.0, False, {"action_error": text})
+        assert env.step(action) == (text, 0.0, False, {"action_error": text, "tool_error": kind})
     assert env.step(Action("say", {"text": "It is 5."}))[1:3] == (1.0, True)
     assert env.step(Action("say", {"text": "It is 4."}))[1:3] == (0.0, True)
     with pytest.raises(UserError, match="undescribed cannot be described as a tool"):

@@ -24,6 +24,7 @@ from omegaconf import MISSING
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import Action, MalformedError, Observation, unpack_outcome
 from mmrl.agents.environments.environment_service import make
+from mmrl.agents.environments.separate_python import environment_python
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, only_with, rare
 from mmrl.workers.engine import InProcessEngine, WorkerFailure, one_line
@@ -32,6 +33,8 @@ from mmrl.workers.row_pool import RowLimits, RowPool
 from mmrl.workers.wire import Message, decode, encode
 
 SERVICE = Path(__file__).resolve().with_name("environment_service.py")
+FOREIGN_SERVICE = Path(__file__).resolve().with_name("foreign_service.py")
+"""The same service for another interpreter, which lacks this package."""
 
 
 @dataclass
@@ -51,6 +54,10 @@ class EnvironmentConfig:
     """Whether each environment runs in its own process. Otherwise all run in the training process, one after another.
     That is faster if an action takes less than a millisecond or if environments share a browser. Time and memory limits
     then do not apply, and an environment that hangs or exits takes the run with it."""
+    python: str | None = rare(only_with(None, isolate=True))
+    """Python in which the environments run, for packages that conflict with the ones here: the path of an interpreter
+    of version 3.11 or newer with numpy, or the name of an environment that `mmrl setup` made, such as browsergym.
+    Default: the current interpreter."""
     variables: dict[str, str] = rare(only_with(field(default_factory=dict), isolate=True))
     """Environment variables to set in the environment processes, in addition to the inherited ones."""
     start_timeout_s: float = rare(only_with(bounded(180.0, above=0), isolate=True))
@@ -74,6 +81,7 @@ class EnvironmentConfig:
     def limits(self) -> RowLimits:
         """The options of the processes."""
         return RowLimits(
+            python=None if self.python is None else environment_python(self.python),
             environment=self.variables,
             start_timeout_s=self.start_timeout_s,
             reset_timeout_s=self.reset_timeout_s,
@@ -120,7 +128,8 @@ class EnvPool(RowPool["TurnResult | Action"]):
         # Without processes one service after the other answers in this one, with the same messages.
         limits, engine = config.limits(), None if config.isolate else InProcessEngine(make)
         options = {"factory": config.factory, "kwargs": dict(config.kwargs), "adapter": dict(config.adapter)}
-        spec = limits.worker_spec(SERVICE, f"the environment {config.factory}", options)
+        service = SERVICE if limits.python is None else FOREIGN_SERVICE
+        spec = limits.worker_spec(service, f"the environment {config.factory}", options)
         kinds = ("malformed", "dropped")
         super().__init__(
             config.factory, spec, config.workers, limits, config.step_timeout_s, engine=engine, kinds=kinds
@@ -135,6 +144,8 @@ class EnvPool(RowPool["TurnResult | Action"]):
         """Formats that can express its actions; None if it does not declare any."""
         self.has_expert: bool = hello["expert"]
         """Whether the environment has a method `expert`."""
+        self.show_images = True
+        """Whether the model can see images; environments with an attribute of this name are told at each reset."""
 
     @property
     def live(self) -> list[int]:
@@ -160,7 +171,10 @@ class EnvPool(RowPool["TurnResult | Action"]):
             raise UserError(
                 f"there are no rows {unknown}; environment.workers is {self.size}, so rows range from 0 to workers - 1"
             )
-        requests = {row: _request("reset", {"task": dict(task.task), "seed": task.seed}) for row, task in tasks.items()}
+        requests = {
+            row: _request("reset", {"task": dict(task.task), "seed": task.seed, "show_images": self.show_images})
+            for row, task in tasks.items()
+        }
         return {row: _turn(reply) for row, reply in self.begin(requests).items()}
 
     def step(self, actions: Mapping[int, Action]) -> dict[int, TurnResult]:

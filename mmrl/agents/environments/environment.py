@@ -365,6 +365,8 @@ FORMATS: dict[str, ActionFormat] = {
 
 
 ACTION_ERROR = "action_error"
+TOOL_ERROR = "tool_error"
+"""Info entry with the kind of error that a tool call ended in, which `episode/tool_errors` counts."""
 SUCCESS = "success"
 KEYS = ("image", "images", "text")
 """Keys of an observation that is a dict."""
@@ -414,7 +416,8 @@ class StepOutcome:
 class Environment(Protocol):
     """The methods of a custom environment; it runs in a separate process and serves many episodes.
 
-    It may also have `actions`, a mapping from the names of its actions to a sentence each, for prompts.
+    It may also have `actions`, a mapping from the names of its actions to a sentence each, for prompts. If it has an
+    attribute `show_images`, that is set before each episode to whether the model can see images.
 
     An action that cannot be executed (unknown name, wrong arguments, out of bounds) is the agent's mistake: the
     environment says so in the observation's text and in `info["action_error"]`, and the turn is spent. An exception is

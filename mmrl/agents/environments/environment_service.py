@@ -89,6 +89,8 @@ class EnvironmentService:
                 else:
                     # environments that draw from `random` or NumPy's global generator are repeatable too
                     seed_globals(body["seed"])
+                    if hasattr(self._env, "show_images"):
+                        self._env.show_images = body["show_images"]
                     start = self._env.reset(body["task"], body["seed"])
             except UserError as error:  # there is no such task or no expert, or the machine lacks something
                 raise LoadError(str(error)) from error

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mmrl.agents.environments.action_formats import SAY
-from mmrl.agents.environments.environment import ACTION_ERROR, Action
+from mmrl.agents.environments.environment import ACTION_ERROR, TOOL_ERROR, Action
 from mmrl.errors import UserError
 from mmrl.rewards.reward_loading import load_function
 
@@ -68,19 +68,36 @@ class ToolEnvironment:
             return "", float(self._reward(self._task, action.arguments["text"])), True, {}
         function = self._functions.get(action.name)
         if function is None:
-            message = f"There is no tool {action.name[:60]!r}; the tools are: {', '.join(self._functions)}."
-            return message, 0.0, False, {ACTION_ERROR: message}
+            return unknown_tool(action.name, self._functions)
         try:
             inspect.signature(function).bind(**action.arguments)
+        except TypeError as error:
+            return tool_error("bad_arguments", f"TypeError: {error}")
+        try:
             found = function(**action.arguments)
         except Exception as error:
-            message = f"{type(error).__name__}: {error}"[:MAX_RESULT_CHARS]
-            return message, 0.0, False, {ACTION_ERROR: message}
+            return tool_error(type(error).__name__, f"{type(error).__name__}: {error}")
         if hasattr(found, "convert") or type(found).__name__ == "ndarray":
             return {"image": found}, 0.0, False, {}
         text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
-        cut = f" ... ({len(text)} characters)" if len(text) > MAX_RESULT_CHARS else ""
-        return text[:MAX_RESULT_CHARS] + cut, 0.0, False, {}
+        return shortened(text), 0.0, False, {}
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""
+
+
+def tool_error(kind: str, message: str) -> tuple[str, float, bool, dict[str, str]]:
+    """Outcome of a call that failed: the agent reads the message, and the run counts the kind."""
+    message = message[:MAX_RESULT_CHARS]
+    return message, 0.0, False, {ACTION_ERROR: message, TOOL_ERROR: kind}
+
+
+def unknown_tool(name: str, known: Iterable[str]) -> tuple[str, float, bool, dict[str, str]]:
+    """Outcome of a call of a tool that does not exist."""
+    return tool_error("unknown_tool", f"There is no tool {name[:60]!r}; the tools are: {', '.join(known)}.")
+
+
+def shortened(text: str) -> str:
+    """A result of at most `MAX_RESULT_CHARS` characters, with its length if it is longer."""
+    cut = f" ... ({len(text)} characters)" if len(text) > MAX_RESULT_CHARS else ""
+    return text[:MAX_RESULT_CHARS] + cut

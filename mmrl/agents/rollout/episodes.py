@@ -423,6 +423,8 @@ class Episode:
     """Actions that the environment could not execute."""
     calls: int = 0
     """Tool calls: actions other than saying something."""
+    tool_errors: dict[str, int] = field(default_factory=dict)
+    """Number of tool calls that ended in an error, by kind."""
     ending: str = ""
     """Key of `ENDINGS`; empty while it runs."""
     reason: str = ""

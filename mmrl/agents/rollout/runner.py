@@ -20,7 +20,15 @@ from torch import Tensor
 from mmrl.agents.environments.action_formats import SAY
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.env_pool import EnvPool, TurnResult
-from mmrl.agents.environments.environment import CUT, Action, ActionConfig, CallResult, Observation, ParsedAnswer
+from mmrl.agents.environments.environment import (
+    CUT,
+    TOOL_ERROR,
+    Action,
+    ActionConfig,
+    CallResult,
+    Observation,
+    ParsedAnswer,
+)
 from mmrl.agents.environments.native_calls import OK, ToolCall
 from mmrl.agents.environments.videos import Video
 from mmrl.agents.rollout.episodes import Conversation, Episode, EpisodeConfig, Writer, number_observation
@@ -338,6 +346,9 @@ class EpisodeRunner:
         episode.seconds[-1] += result.seconds
         episode.refused += "action_error" in result.info
         episode.calls += action.name != SAY
+        if TOOL_ERROR in result.info:
+            kind = str(result.info[TOOL_ERROR])
+            episode.tool_errors[kind] = episode.tool_errors.get(kind, 0) + 1
         episode.last = result.observation
         episode.final_answer = str(action.arguments.get("answer", ""))
         # An environment may report success in some turns only; the latest report holds.
