@@ -161,11 +161,13 @@ class McpEnvironment:
     def _add_tools(self, name: str) -> None:
         """Describe the tools of a server."""
         found: dict[str, Any] = {}
-        cursor = ""
-        while cursor is not None:
-            page = self._portal.call(partial(self._clients[name].list_tools, cursor=cursor or None))
+        cursor: str | None = None
+        while True:
+            page = self._portal.call(partial(self._clients[name].list_tools, cursor=cursor))
             found |= {tool.name: tool for tool in page.tools}
             cursor = page.next_cursor
+            if cursor is None:
+                break
         wanted = self._servers[name].get("tools", list(found))
         if missing := [tool for tool in wanted if tool not in found]:
             raise UserError(f"servers.{name}.tools: there is no {missing[0]!r}; the server has: {', '.join(found)}")
