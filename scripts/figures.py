@@ -26,10 +26,12 @@ def stored(name: str, folder: Path) -> str:
     factor, digits = (100, 1) if "%" in experiment.figure.unit else (1, 3)
     lines = ["  stored:", *([f'    curves_title: "{title}"'] if curves else []), "    arms:"]
     for arm, entry in comparison.arms.items():
+        if entry.mean is None:
+            sys.exit(f"{arm} has no finished runs of this configuration in {folder}")
         seeds = [round(factor * value, digits) for value in entry.values.values() if value is not None]
-        lines += [f"      {arm}:", f"        value: {round(factor * (entry.mean or 0), digits)}"]
+        lines += [f"      {arm}:", f"        value: {round(factor * entry.mean, digits)}"]
         if found := comparison.differences.get(arm):
-            ends = [round(factor * (end or 0), digits) for end in (found.mean, found.low, found.high)]
+            ends = [round(factor * end, digits) for end in (found.mean, found.low, found.high) if end is not None]
             lines.append(f"        difference: {ends}")
         lines.append(f"        seeds: {seeds}")
         if arm in curves:

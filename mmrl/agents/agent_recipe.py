@@ -215,7 +215,7 @@ class AgentDomain:
     opened: ExitStack
     terms: Sequence[LossTerm]
     tool_template: ToolTemplate | None = None
-    """What the chat template does with tools; None without `conversation.tools`, or before the model is built."""
+    """How the chat template handles tools; None without `conversation.tools`, or before the model is loaded."""
     turns: TurnTemplate
     """The chat template, if there are tools."""
 

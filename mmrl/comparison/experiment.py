@@ -158,7 +158,7 @@ class StoredConfig:
     baseline: str = ""
     """Arm that the differences are relative to; empty means the experiment's."""
     curves_title: str = ""
-    """What the learning curves show."""
+    """Title of the learning curves."""
     arms: dict[str, StoredArm] = field(default_factory=dict)
     """Numbers of each row of the figure, from top to bottom; a row does not have to be an arm with runs."""
 

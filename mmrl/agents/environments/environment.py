@@ -167,7 +167,7 @@ class ActionConfig:
 
     @property
     def after_error(self) -> str:
-        """What follows a response without a readable action."""
+        """Effect of a response without a readable action, a value of `on_parse_error`."""
         return self.on_parse_error or ("reply" if self.format == NATIVE else "terminate")
 
     @property

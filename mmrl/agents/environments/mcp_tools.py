@@ -5,12 +5,11 @@
       kwargs:
         servers: {files: {command: python, args: [my_server.py]}, web: {url: "http://localhost:8000/mcp"}}
         reward: "my_tools.py:reward"
-    actions: {format: tool_call, max_actions: 8}
     conversation: {tools: true}
 
 Tasks and answers are those of `mmrl.agents.environments.tools`. Names, schemas and descriptions of the tools are read
-from the servers. Each episode has a session of its own with each server, and a process of its own with those that are
-commands. An error of a tool is text for the agent. A server that dies or hangs ends the episode without a result.
+from the servers. Each episode has its own session with each server, and starts its own process of each server that is a
+command. An error of a tool is text for the agent. A server that dies or hangs ends the episode without a result.
 
 Source: modelcontextprotocol/python-sdk 2.3.0, src/mcp/client/client.py and src/mcp/client/stdio.py.
 """

@@ -69,7 +69,7 @@ class CallFormat:
     closes: str | None
     """Pattern of its end; None if it ends with the JSON or the list that follows `opens`."""
     body: str
-    """What is between them: key of `BODIES`."""
+    """Content between them, a key of `BODIES`."""
     argument: str = ""
     """Pattern of one argument with the groups `key` and `value`, for the body `tags`."""
     around: str = r"(?!)"
@@ -167,7 +167,7 @@ def _read_call(
     end = _end_of_value(answer, start, python) if spec.body != "tags" and spec.body != "gemma" else None
     if closes is None:
         stop = end if end is None else _behind(answer, end, spec.separator)
-        # without a mark of its own, only the end of the turn shows that nothing is missing
+        # without an end mark, only the end of the turn shows that the call is complete
         if stop is None or (finish == "length" and not answer[stop:].strip()):
             return [_without_end(head, finish)], len(answer)
     else:
@@ -526,4 +526,4 @@ MARKS = "|".join(
         r'\A\s*\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:',
     )
 )
-"""Pattern of the beginning of a call in any format."""
+"""Beginnings of calls in any format, more general than `opens`, so that a malformed opener is found too."""

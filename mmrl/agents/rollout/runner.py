@@ -63,6 +63,7 @@ class Fork:
 FEWEST_DROPPED = 4
 """Minimum number of dropped episodes in a step before `check_dropped` may fail it."""
 MOST_NAME_CHARS = 64
+"""Maximum length of a tool name that a model made up, in the error that it gets."""
 
 
 class _Answer(NamedTuple):

@@ -1,4 +1,4 @@
-"""What a model's chat template says about tools: how calls are written, what follows them, what it keeps.
+"""Tools in a model's chat template: how it writes calls and results, and what it keeps of earlier turns.
 
 Everything is read from renderings of sample turns, so that a template that loses something is found before a run.
 """
