@@ -12,7 +12,7 @@ import pytest
 from mmrl.agents.environments.environment import Action, as_outcome, as_start, parse_answer
 from mmrl.errors import UserError
 from mmrl.gui import PageEnv, PageEnvSettings, PageVerdict, WebAgentEnv
-from mmrl.gui.browser.browser import NO_HOSTS, Browser, BrowserFailure, BrowserSettings, require_chromium
+from mmrl.gui.browser.browser import NO_HOSTS, Browser, BrowserFailure, BrowserSettings
 from mmrl.gui.browser.page import GuardedPage
 
 HOME = """<!doctype html><title>Home</title><a id=next href="/next">next</a> <a id=slow href="/slow">slow</a>
@@ -65,12 +65,8 @@ def site():
 
 
 @pytest.fixture(scope="module")
-def browser():
+def browser(chromium):
     """One browser that may reach 127.0.0.1, but not localhost."""
-    try:
-        require_chromium()
-    except UserError as error:
-        pytest.skip(str(error))
     running = Browser(BrowserSettings(timeout_s=60, allow_hosts=("127.0.0.1",)))
     yield running
     running.close()

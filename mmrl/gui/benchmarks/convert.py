@@ -286,6 +286,9 @@ def _read_ui_r1(cells: Cells) -> list[SourceRow]:
     action = CLICK if has_box else text_cell(cells, "action")
     if action == CLICK and not has_box:
         raise RowError("the action is click, but there is no bbox")
+    # boxes mean clicks in UI-R1's files, which have no column for the action of such rows
+    if has_box and cells.get("action") not in (None, CLICK):
+        raise RowError(f"there is a bbox, but the action is {shortened(cells['action'])} instead of click")
     numbers = _numbers(cells, "bbox", (4,)) if has_box else ()
     columns = _others(cells, ("img_filename", "bbox", "action")) | {"action": action}
     return [SourceRow(text_cell(cells, "img_filename"), text_cell(cells, "instruction"), numbers, None, columns)]

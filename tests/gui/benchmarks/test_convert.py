@@ -218,6 +218,11 @@ BAD = [
     ("gui_r1", {"image": "a.png", "instruction": "x", "gt_action": "click"}, "no column gt_bbox"),
     ("ui_r1", {"img_filename": "c.png", "instruction": "x", "bbox": [1, 2, 3, 4]}, "there is no image c.png"),
     ("ui_r1", {"img_filename": "a.png", "instruction": "x", "action": "click"}, "click, but there is no bbox"),
+    (
+        "ui_r1",
+        {"img_filename": "a.png", "instruction": "x", "action": "scroll", "bbox": [1, 2, 3, 4]},
+        "there is a bbox, but the action is 'scroll' instead of click",
+    ),
     ("rel1", click(bbox=[0.1, 0.2, 0.3]), "bbox has 3 numbers; expected 4"),
     ("rel1", click(), "no column point"),
     ("ui_tars", talk("Action: fly()"), "no action of UI-TARS"),
