@@ -82,7 +82,9 @@ def import_path():
     if added:
         sys.path[:] = before
         for name, module in list(sys.modules.items()):
-            if str(Path(getattr(module, "__file__", None) or "/").parent) in added:
+            file = Path(getattr(module, "__file__", None) or "/")
+            folder = file.parent.parent if file.name == "__init__.py" else file.parent
+            if "." not in name and str(folder) in added:
                 del sys.modules[name]
 
 

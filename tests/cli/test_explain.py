@@ -97,7 +97,7 @@ HEAVY = ("torch.nn", "transformers", "diffusers", "accelerate", "mujoco")
 ROOMS = ("mmrl.vlm", "mmrl.masked", "mmrl.agents", "mmrl.gui", "mmrl.training.run", "mmrl.comparison.experiment")
 ROOMS += ("diffusion.methods", "diffusion.diffusion_config", "robotics")
 MODULES = {"mmrl.training.run", "mmrl.comparison.experiment", "diffusion.diffusion_config"}
-TABLES = {"entries", "toy", "scenes", "benchmarks", "gui_commands"}
+TABLES = {"entries", "toy", "scenes", "benchmarks", "gui_commands", "separate_python"}
 """What a room has for lists and the command line."""
 
 
@@ -123,8 +123,8 @@ def test_printing_a_row_loads_neither_torch_nor_a_room(commands):
     loaded = modules.split()
     assert [name for name in HEAVY if name in loaded] == []
     inside = [name for name in loaded if name.startswith(tuple(f"{room}." for room in ROOMS)) or name in MODULES]
-    # robotics.methods itself is a table: the circle of the room's folders leaves it no other place; contrib is empty
-    tables = {"robotics.methods", "robotics.contrib"}
+    # robotics.methods itself is a table: the circle of the room's folders leaves it no other place; the others are empty
+    tables = {"robotics.methods", "robotics.contrib", "mmrl.agents.environments"}
     assert [name for name in inside if name not in tables and not TABLES & set(name.split("."))] == []
 
 
