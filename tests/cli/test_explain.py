@@ -123,7 +123,7 @@ def test_printing_a_row_loads_neither_torch_nor_a_room(commands):
     loaded = modules.split()
     assert [name for name in HEAVY if name in loaded] == []
     inside = [name for name in loaded if name.startswith(tuple(f"{room}." for room in ROOMS)) or name in MODULES]
-    # robotics.methods itself is a table: the circle of the room's folders leaves it no other place; the others are empty
+    # robotics.methods is a table: the circle of the room's folders leaves it no other place; the others are empty
     tables = {"robotics.methods", "robotics.contrib", "mmrl.agents.environments"}
     assert [name for name in inside if name not in tables and not TABLES & set(name.split("."))] == []
 
