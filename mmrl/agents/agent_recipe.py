@@ -187,15 +187,6 @@ def preview(config: Any, recipe: Any) -> list[str]:
     return [*lines, *recipe.tool_template.lines(recipe.turns.ends)]
 
 
-def check_writable(actions: ActionConfig, recipe: str) -> None:
-    """Reject formats in which no answer of an expert can be written; raises ValueError."""
-    if actions.format == NATIVE:
-        raise ValueError(
-            f"{recipe} writes the answers of an expert, and actions.format native only reads answers; set "
-            "actions.format: tool_call"
-        )
-
-
 def check_rewards(config: AgentConfig, name: str) -> None:
     """Reject rewards that the recipe `name` does not learn from; raises UserError."""
     for key, default in (("rewards", []), ("reward", AgentRewardConfig())):

@@ -28,7 +28,7 @@ from mmrl.runs.folder import FINISHED, RunLock, has_begun
 from mmrl.runs.ledger import protocol_of, write_answers, write_ledger
 from mmrl.runs.records import LoggedWarnings, finite_or_none
 from mmrl.trust import remember
-from mmrl.workers.interpreters import model_folder
+from mmrl.workers.interpreters import local_model
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -369,7 +369,7 @@ def _start_from_checkpoint(config: Any, folder: Path) -> None:
     model = getattr(config, "model", None)
     path = getattr(model, "path", None)
     # a hub id is not a path, and is left to transformers
-    missing = isinstance(path, str) and path and not model_folder(path).exists()
+    missing = isinstance(path, str) and path and not local_model(path).exists()
     if missing and getattr(model, "build", None) is None and folder.is_dir():
         LOGGER.info("model.path %s does not exist; starting from %s", path, folder)
         model.path = str(folder)  # type: ignore[union-attr]

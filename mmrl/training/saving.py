@@ -26,7 +26,7 @@ from mmrl.training.recipe import Recipe, Reference
 from mmrl.training.settings import BaseRunConfig
 from mmrl.training.sharding import loading, saving
 from mmrl.training.update import Updater
-from mmrl.workers.interpreters import model_folder
+from mmrl.workers.interpreters import local_model
 
 LOGGER = logging.getLogger("mmrl")
 LARGEST_SHARE = 0.05
@@ -248,7 +248,7 @@ class RunSaver:
     @property
     def _starts_from_folder(self) -> bool:
         """Whether the frozen reference is a model in a folder, from which a resume makes it again."""
-        here = bool(self._start_path) and model_folder(self._start_path).is_dir()
+        here = bool(self._start_path) and local_model(self._start_path).is_dir()
         # an adapter is small, and the digest would be that of the whole model
         return self.reference.kind == "frozen" and here and not getattr(self.recipe.policy, "has_adapter", False)
 

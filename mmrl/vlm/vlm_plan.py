@@ -89,7 +89,7 @@ def read_lengths(config: Any, recipe: Any, network: Any) -> Lengths:
     base, adapter = resolve_model(model_folder(str(config.model.path)))
     if not expanded(base).is_dir():
         raise NoPlan(f"prompt lengths: the tokenizer of {base} is not on this machine")
-    processor = load_processor(str(adapter or base))
+    processor = load_processor(str(adapter or base), config.model.chat_template)
     prompts = list(_prompt_lengths(config.model, network, processor, tasks))
     if not prompts:
         raise NoPlan("prompts, none of which can be encoded")

@@ -22,7 +22,7 @@ def environment_folder(kind: str, name: str, folder: str | Path | None = None) -
     return Path(os.environ.get(f"MMRL_{kind.upper()}") or cache / "mmrl" / kind).expanduser().absolute() / name
 
 
-def model_folder(path: str) -> Path:
+def local_model(path: str) -> Path:
     """The folder given by `model.path`: one here, else one that `mmrl setup` made under that name."""
     here, made = expanded(path), environment_folder("models", path)
     return made if path and "/" not in path and not here.exists() and made.is_dir() else here

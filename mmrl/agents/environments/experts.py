@@ -123,14 +123,17 @@ class ExpertEpisode:
         return video
 
 
-def run_expert(env: ExpertEnvironment, task: Mapping[str, Any], seed: int, format: str = "json") -> ExpertEpisode:
+def run_expert(
+    env: ExpertEnvironment, task: Mapping[str, Any], seed: int, format: str | None = "json"
+) -> ExpertEpisode:
     """Run the expert until the episode ends.
 
     Args:
         env: the environment, in this process.
         task: as its `reset` takes it.
         seed: of the episode.
-        format: in which the answers are written; key of `mmrl.agents.environments.environment.FORMATS`.
+        format: in which the answers are written; key of `mmrl.agents.environments.environment.FORMATS`. None leaves
+            them unwritten.
 
     Returns:
         The episode; success is the last `info["success"]`, or else whether there was a reward.
@@ -146,7 +149,7 @@ def run_expert(env: ExpertEnvironment, task: Mapping[str, Any], seed: int, forma
     # an expert that runs in circles must not hang the recording
     for _ in range(MOST_TURNS):
         move = env.expert()
-        action = replace(move, text=write_answer([move], format))
+        action = move if format is None else replace(move, text=write_answer([move], format))
         outcome = as_outcome(env.step(action))
         turns.append(ExpertTurn(observation, action, outcome.info))
         observation, total = outcome.observation, total + outcome.reward

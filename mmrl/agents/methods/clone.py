@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from mmrl.agents.agent_evaluation import AgentEvaluationConfig
-from mmrl.agents.agent_recipe import AgentDomain, AgentParts, check_writable
+from mmrl.agents.agent_recipe import AgentDomain, AgentParts
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
+from mmrl.agents.environments.environment import NATIVE
 from mmrl.agents.environments.experts import (
     ExpertEnvironment,
     ExpertEpisode,
@@ -68,7 +69,11 @@ class AgentCloneConfig(AgentParts, BaseRunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         self.check_parts(self.trainer.learning_rate)
-        check_writable(self.actions, self.recipe)
+        if self.actions.format == NATIVE and self.random_actions:
+            raise ValueError(
+                "random_actions draws actions without arguments, which tools do not take; leave it at 0 with "
+                "actions.format native"
+            )
         check_critic(self.model, needed=False)
 
 
@@ -132,7 +137,8 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
                 seed = stream_seed(config.seed, "clone", task.id)
             env = NoisyExpert(env, list(self.pool.actions), config.random_actions, random.Random(seed))
         try:
-            return run_expert(env, task.task, task.seed, config.actions.name)
+            format = None if config.actions.format == NATIVE else config.actions.name
+            return run_expert(env, task.task, task.seed, format)
         except ExpertFailedError:
             env.close()
             raise
@@ -141,7 +147,9 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
 def as_episode(played: ExpertEpisode, task: AgentTask, policy: VlmPolicy, writer: Writer, max_turns: int) -> Episode:
     """The expert's episode in the form of an agent's episode; an episode that does not fit has no result."""
     turns = played.turns[:max_turns]
-    episode = replay_episode(task, [(turn.observation, turn.action.text) for turn in turns], policy, writer)
+    answers = [writer.write(turn.action) for turn in turns]
+    seen = [turn.observation for turn in turns]
+    episode = replay_episode(task, list(zip(seen, answers, strict=True)), policy, writer)
     episode.success = played.success
     episode.last = played.last
     episode.refused = sum("action_error" in turn.info for turn in turns)

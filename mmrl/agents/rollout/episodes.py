@@ -22,9 +22,10 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl.agents.environments.agent_tasks import AgentTask
-from mmrl.agents.environments.environment import CUT, ActionConfig, Observation
+from mmrl.agents.environments.environment import CUT, Action, ActionConfig, Observation
 from mmrl.agents.environments.native_calls import NativeAnswer, read_native
 from mmrl.agents.environments.videos import Video
+from mmrl.agents.rollout.tool_template import write_call
 from mmrl.core.blocks.turns import ANCHOR
 from mmrl.core.payload import per_row, to_device
 from mmrl.core.rollouts import Rollouts
@@ -149,6 +150,10 @@ class Writer:
             finish=finish,
             ends=tokenizer.convert_ids_to_tokens(list(self._policy.eos_ids)),
         )
+
+    def write(self, action: Action) -> str:
+        """The response in which an expert's action is learned; raises UserError if the template cannot write it."""
+        return write_call(self._policy.turns, self.tools, self.native, action) if self.native else action.text
 
     def follow(self, conversation: Conversation, observation: Observation, note: str = "") -> Prompt:
         """Append the next observation."""

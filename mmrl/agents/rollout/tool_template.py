@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from mmrl.agents.environments.action_formats import SAY
+from mmrl.agents.environments.environment import Action
 from mmrl.agents.environments.native_calls import CALL_FORMATS, OK, read_native
 from mmrl.errors import UserError
 from mmrl.vlm.data.turn_template import (
@@ -154,6 +156,41 @@ def check_plain_calls(turns: TurnTemplate) -> None:
             f"conversation.drop_thoughts writes earlier answers again as text, but {turns.blame} writes {hidden[0]} "
             "into tool calls; remove conversation.drop_thoughts"
         )
+
+
+def write_call(turns: TurnTemplate, tools: Sequence[Any], format: str, action: Action) -> str:
+    """The response in which a model of this chat template takes an action, such as an expert's.
+
+    Args:
+        turns: the chat template.
+        tools: JSON schemas of the tools.
+        format: the template's format, key of `CALL_FORMATS`.
+        action: a call of a tool, or a plain answer.
+
+    Raises:
+        UserError: the template writes the call so that it is read differently, or ends it with another token than an
+            answer.
+    """
+    if action.name == SAY:
+        return str(action.arguments["text"])
+    arguments, problem = dict(action.arguments), "it would be read differently"
+    what = f"the call {action.name}({arguments}) of an expert"
+    # Kimi's template writes the id of a call and not its name
+    for id in (call_id(0), f"functions.{action.name}:0"):
+        for calls in call_forms([as_call(action.name, arguments, id)]):
+            try:
+                start, body = turns.write_calls(calls, tools)
+            except TemplateError as error:
+                problem = str(error)
+                continue
+            found = read_native(body, format, tools, prompt_end=start, ends=turns.ends).calls
+            if [(call.status, call.name, call.arguments) for call in found] != [(OK, action.name, arguments)]:
+                continue
+            end = min((place for end in turns.ends if (place := body.find(end)) >= 0), default=len(body))
+            if body[end:].startswith(turns.ends[0]):
+                return body[:end]
+            raise UserError(f"{turns.blame} cannot write {what}: it ends a call with another token than an answer")
+    raise UserError(f"{turns.blame} cannot write {what}: {problem}")
 
 
 def _is_parallel(turns: TurnTemplate) -> bool:

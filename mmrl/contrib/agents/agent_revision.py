@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from mmrl.agents.agent_recipe import AgentParts, check_writable
+from mmrl.agents.agent_recipe import AgentParts
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
-from mmrl.agents.environments.environment import CUT, Action, as_outcome, as_start, write_answer
+from mmrl.agents.environments.environment import CUT, NATIVE, Action, as_outcome, as_start, write_answer
 from mmrl.agents.environments.experts import (
     MOST_TURNS,
     ExpertEnvironment,
@@ -68,7 +68,11 @@ class AgentRevisionConfig(AgentParts, BaseRunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         self.check_parts(self.trainer.learning_rate)
-        check_writable(self.actions, self.recipe)
+        if self.actions.format == NATIVE:
+            raise ValueError(
+                "agent_revision writes a thought before the expert's action, which actions.format native cannot; set "
+                "actions.format: tool_call"
+            )
         check_critic(self.model, needed=False)
         if self.actions.limit > 1:
             raise ValueError(

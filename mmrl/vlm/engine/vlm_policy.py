@@ -54,6 +54,7 @@ from mmrl.vlm.model.network import (
     vision_parameters,
 )
 from mmrl.vlm.model.processor import banned_ids, eos_ids, file_eos_ids, load_processor, stop_at
+from mmrl.workers.interpreters import local_model
 
 LARGE = 100.0
 """Size of the logits at which a head is compared with its matrix; capped or scaled ones are other numbers there."""
@@ -583,11 +584,11 @@ def read_turns(config: FrozenModelConfig) -> TurnTemplate | None:
     """
     if not isinstance(config, ModelConfig):
         config = ModelConfig(**vars(config))
-    if not expanded(model_folder(config.path)).is_dir():
+    if not local_model(model_folder(config.path)).is_dir():
         return None
     base, adapter = resolve_model(model_folder(config.path))
     _, settings = architecture(base)
-    processor = load_processor(str(adapter or base))
+    processor = load_processor(str(adapter or base), config.chat_template)
     variables = template_variables(processor, config, family_of(settings.model_type).thinking_switch)
     stops = file_eos_ids(base, settings, processor.tokenizer)
     return TurnTemplate(processor, variables, stops, config.path, config.answer_tokens)
@@ -619,7 +620,8 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False, policy_c
     check_model(folder)
     base, adapter = resolve_model(config.path)
     check_architecture(*architecture(base))
-    network, processor = load_network(config, base), load_processor(str(adapter or base))
+    network = load_network(config, base)
+    processor = load_processor(str(adapter or base), config.chat_template)
     # saved with the model, so that `generate` draws no token either that sampling leaves out
     network.generation_config.suppress_tokens = banned_ids(network, processor.tokenizer).tolist() or None
     set_pixels(processor, config)

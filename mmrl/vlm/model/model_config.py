@@ -71,6 +71,9 @@ class FrozenModelConfig(BuiltPath):
     max_prompt_tokens: int | None = rare(bounded(None, at_least=1))
     """Maximum prompt length in tokens; longer prompts are skipped and counted. Default: the limit of the model's
     positions."""
+    chat_template: str | None = rare(None)
+    """Jinja file with a chat template to use instead of the model's own, such as configs/templates/hermes.jinja, which
+    describes tools. It is saved with the model. Default: the model's own."""
     thinking: bool | None = rare(None)
     """Whether the model thinks before it answers, if its chat template has a switch for it (as in Qwen3, Qwen3.5 and
     SmolLM3). Default: the template's default."""

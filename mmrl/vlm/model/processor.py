@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from mmrl.errors import UserError
+from mmrl.files import own_config, read_text
 from mmrl.hub.compat import ensure_number_words, ensure_torchvision
 from mmrl.vlm.families.family import family_of
 
@@ -105,8 +106,16 @@ def _joined(content: Any) -> Any:
     return content if texts is None else "".join(part["text"] for part in texts)
 
 
-def load_processor(path: str) -> Any:
-    """Load the processor of a model, or the tokenizer of a language model as one; raises UserError."""
+def load_processor(path: str, chat_template: str | None = None) -> Any:
+    """Load the processor of a model, or the tokenizer of a language model as one.
+
+    Args:
+        path: folder or hub id.
+        chat_template: Jinja file that replaces the model's chat template.
+
+    Raises:
+        UserError: the processor or the file cannot be read, or there is no chat template.
+    """
     absent = ensure_torchvision() == "absent"
     from transformers import AutoProcessor, AutoTokenizer, Qwen2VLImageProcessorPil
 
@@ -127,10 +136,27 @@ def load_processor(path: str) -> Any:
             processor = found if hasattr(found, "tokenizer") else TextProcessor(found)
     except Exception as error:  # hub, JSON and tokenizer files each raise their own kinds
         raise UserError(f"the processor of {path} cannot be loaded: {type(error).__name__}: {error}") from error
+    if chat_template is not None:
+        set_chat_template(processor, own_config(Path(chat_template).expanduser()))
     if processor.tokenizer.chat_template is None and processor.chat_template is None:
-        raise UserError(f"{path} has no chat template; add chat_template.jinja to the folder")
+        raise UserError(
+            f"{path} has no chat template; set model.chat_template, or add chat_template.jinja to the folder"
+        )
     processor.tokenizer.padding_side = "left"
     return processor
+
+
+def set_chat_template(processor: Any, file: Path) -> None:
+    """Replace the chat template of a processor and its tokenizer; raises UserError."""
+    if not file.is_file():
+        raise UserError(f"model.chat_template: {file} is not a file; it must be a Jinja template")
+    processor.tokenizer.chat_template = read_text(file)
+    if not isinstance(getattr(type(processor), "chat_template", None), property):  # ours read the tokenizer's
+        processor.chat_template = processor.tokenizer.chat_template
+    try:
+        processor.apply_chat_template([{"role": "user", "content": [{"type": "text", "text": "?"}]}], tokenize=False)
+    except Exception as error:  # Jinja's kinds, and those of the template's own functions
+        raise UserError(f"model.chat_template: {file} cannot be rendered: {type(error).__name__}: {error}") from error
 
 
 def _image_processor_of(path: str) -> str:
