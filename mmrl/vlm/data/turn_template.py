@@ -15,7 +15,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrl.errors import UserError
@@ -265,6 +265,25 @@ class TurnTemplate:
         rest, close = whole.rpartition(EARLIER)[2], self.parts.written_close
         closed = self._length_of_close(rest) if close else 0
         return self._behind(ended, rest[:closed], rest[closed:])
+
+    def render_history(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[list[str], list[str]]:
+        """Render a conversation with earlier answers, up to where the next one begins.
+
+        Returns:
+            The control tokens that placeholders stand for, and the text in pieces that are tokenised independently:
+            each but the first begins with the special token behind a question.
+
+        Raises:
+            TemplateError: the template rejects the messages.
+        """
+        hidden, shown = hide_in_turns(messages, self.tokenizer, self.kept_tokens)
+        text = self.render(shown, asks=True, tools=tools)
+        special = control_pattern(self.tokenizer, NOTHING)
+        first, added = special.search(self.parts.begin), self.tokenizer.added_tokens_decoder.values()
+        # a token that takes the white space before it does not part the text there
+        if first is None or any(t.lstrip and t.content == first[0] for t in added):
+            return hidden, [text]
+        return hidden, [piece for piece in re.split(f"(?={re.escape(first[0])})", text) if piece]
 
     @property
     def blame(self) -> str:
@@ -540,21 +559,40 @@ def hide_control_tokens(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, kept: re.Pattern[str] = MARKUP
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """Replace control tokens, and texts that look like placeholders, in messages with placeholders."""
+    found = list[str]()
+    hide = _hider(tokenizer, kept, found)
+    return found, [{**turn, "content": hide(turn["content"])} for turn in messages]
+
+
+def hide_in_turns(
+    messages: Sequence[Message], tokenizer: Any, own: Sequence[str]
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """`hide_control_tokens` for whole turns, thoughts and calls included; the assistant's keep their `own` tokens."""
+    found = list[str]()
+    answers = re.compile("|".join((MARKUP.pattern, *map(re.escape, own))))
+    hide, hide_in_answers = _hider(tokenizer, MARKUP, found), _hider(tokenizer, answers, found)
+    return found, [(hide_in_answers if turn["role"] == "assistant" else hide)(turn) for turn in messages]
+
+
+def _hider(tokenizer: Any, kept: re.Pattern[str], found: list[str]) -> Callable[[Any], Any]:
+    """A function that hides control tokens in texts, also inside lists and mappings, and appends them to `found`."""
     # a text could contain a placeholder: it is hidden as well, and so comes back unchanged
     control = control_pattern(tokenizer, kept).pattern
     # the marks of placeholders are hidden too: a text that contains one could otherwise pass for a control token
-    pattern, found = re.compile(f"{control}|{EARLIER}|{HIDDEN}"), list[str]()
+    pattern = re.compile(f"{control}|{EARLIER}|{HIDDEN}")
 
     def placeholder(match: re.Match[str]) -> str:
         found.append(match[0])
         return f"{HIDDEN}{len(found) - 1}{HIDDEN}"
 
-    def hide(content: Any) -> Any:
-        if isinstance(content, str):
-            return pattern.sub(placeholder, content)
-        return [item | {"text": hide(item["text"])} if item.get("type") == "text" else item for item in content]
+    def hide(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(placeholder, value)
+        if isinstance(value, Mapping):
+            return {hide(name): hide(part) for name, part in value.items()}
+        return [hide(part) for part in value] if isinstance(value, list) else value
 
-    return found, [{**turn, "content": hide(turn["content"])} for turn in messages]
+    return hide
 
 
 def control_pattern(tokenizer: Any, kept: re.Pattern[str]) -> re.Pattern[str]:
