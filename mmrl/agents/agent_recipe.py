@@ -159,6 +159,13 @@ class AgentConfig(AgentParts, RunConfig):
         terms = (*OWN_TERMS, *(reward.name for reward in self.rewards))
         check_objective(objective, self.scored_outputs, self.trainer.samples_per_task, terms, self.trainer.old_logp)
         check_critic(self.model, objective.needs_values)
+        carry = getattr(getattr(objective, "advantage", None), "mask_carry", "")
+        if (name := self.conversation.restarts) and carry == "reset":
+            raise ValueError(
+                "objective.advantage.mask_carry: reset ends the return of a turn at the tokens of the next "
+                f"observation, which are no part of the row once conversation.{name} begins a context anew; use "
+                f"mask_carry: skip, or remove conversation.{name}"
+            )
 
 
 def check_environment(pool: EnvPool, format: str, tools: bool) -> None:

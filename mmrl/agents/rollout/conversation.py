@@ -87,6 +87,13 @@ class ConversationConfig:
                 "conversation.drop_thoughts"
             )
 
+    @property
+    def restarts(self) -> str:
+        """The first option by which contexts may begin anew; empty if every turn extends the one before."""
+        given = {"history": self.history == "template"}
+        given |= {name: getattr(self, name) for name in ("history_turns", "history_images", "drop_thoughts")}
+        return next((name for name, value in given.items() if value), "")
+
     def system_text(self, actions: ActionConfig, known: Mapping[str, str]) -> str:
         """The system turn."""
         listed = "\n".join(f"- {name}: {about}" if about else f"- {name}" for name, about in known.items())
