@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
@@ -315,6 +316,41 @@ def test_a_conversation_that_the_template_rejects_keeps_its_tokens(policy, caplo
     assert template is policy.turns
     (told,) = [record.getMessage() for record in caplog.records if "rejects a conversation" in record.getMessage()]
     assert told.endswith("as with conversation.history: append: too many")
+
+
+def test_a_rewritten_conversation_shares_its_images(folder):
+    seeing = load_policy(ModelConfig(path=str(folder)))
+    for owner in {id(one): one for one in (seeing.processor, seeing.processor.tokenizer)}.values():
+        if owner.chat_template is not None:
+            owner.chat_template = owner.chat_template.replace(
+                "parts(turn.content)",
+                "(parts(turn.content) if loop.last else parts(turn.content).split('</think>')[-1])",
+            )
+    writer = Writer(seeing, ConversationConfig(history="template", history_images=3), "Look.")
+    pictures = [np.full((56, 56 + 28 * (grey % 2), 3), grey, np.uint8) for grey in (10, 61, 110, 161)]
+    conversation = writer.begin(AgentTask("t"), Observation("look0", (pictures[0],)))
+    found, messages = [], [{"role": "system", "content": [{"type": "text", "text": "Look."}]}]
+    for number, picture in enumerate(pictures):
+        shown = [{"type": "image"}, {"type": "text", "text": f"look{number}"}]
+        messages.append({"role": "user", "content": shown})
+        if number:
+            writer.answer(conversation, [*encoded(seeing, f"<think>hm{number}</think>go"), seeing.eos_ids[0]])
+            writer.follow(conversation, Observation(f"look{number}", (picture,)))
+            found.append(writer.cut(conversation))
+        messages.append({"role": "assistant", "content": [{"type": "text", "text": "go"}]})
+    *messages, _ = messages
+    whole = seeing.encode(VlmTask("t", messages[:-2], [Image.fromarray(one) for one in pictures[:3]]))
+    assert torch.equal(found[1].input_ids, whole.input_ids)
+    assert torch.equal(found[1].position_ids, whole.position_ids)
+    assert found[1].next_position == whole.next_position
+    with torch.no_grad():
+        own, expected = (seeing.encode_prefix([prompt]).last_state for prompt in (found[1], whole))
+    assert_equal_up_to_rounding(own, expected)
+    seen = [{id(leaf) for leaf in prompt.parts if "image_grid_thw" in leaf.media} for prompt in found]
+    assert [len(own) for own in seen] == [2, 3, 3]
+    assert seen[0] < seen[1], "each image is one object in all contexts"
+    assert len(seen[1] & seen[2]) == 2
+    assert found[2].text.count("[picture left out]") == 1
 
 
 def rows_of(policy, restarts):
