@@ -269,6 +269,8 @@ class AgentDomain:
             self.terms = router_terms(self)
             self.policy.turns.check_readers(readers_of(rewards, sampler.stop))
             self.policy.check_response_length(sampler.max_new_tokens)
+            # options that do not fit the tokenizer are refused before anything runs
+            self.writer(self.policy)
             if kept := config.conversation.history_images:
                 self.policy.check_reads_media(f"conversation.history_images is {kept}")
         self.env_counts = SimCounts(self.pool, Path(config.output_dir))
