@@ -163,7 +163,7 @@ class AgentConfig(AgentParts, RunConfig):
         if (name := self.conversation.restarts) and carry == "reset":
             raise ValueError(
                 "objective.advantage.mask_carry: reset ends the return of a turn at the tokens of the next "
-                f"observation, which are no part of the row once conversation.{name} begins a context anew; use "
+                f"observation, which are no part of the row once conversation.{name} begins a context again; use "
                 f"mask_carry: skip, or remove conversation.{name}"
             )
 
@@ -423,7 +423,9 @@ class AgentDomain:
         """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
         environment = config.environment.factory
         found = export_model(config, checkpoint, output)
-        limits = ("During training an environment wrote the prompts; the snippet above asks a plain question.",)
+        limits = ["During training an environment wrote the prompts; the snippet above asks a plain question."]
+        if options := config.conversation.contexts():
+            limits.append(f"It was trained on contexts with {options}; give it the same.")
         return replace(found, facts={**found.facts, "environment": environment}, limits=limits)
 
     def _note(self, episodes: Sequence[Episode]) -> None:

@@ -95,6 +95,16 @@ def test_a_context_has_the_task_and_the_last_turns(policy):
         assert ids == encoded(policy, rendered("qwen3", messages, asks=True))
 
 
+def test_dropped_thoughts_in_a_window_are_those_that_the_template_drops(policy):
+    turns = [(f"<think>\nhm{n}\n</think>\n\nanswer{n}{END}", Observation(f"seen{n}")) for n in range(1, 5)]
+    dropped, written = (
+        play(Writer(policy, ConversationConfig(history_turns=1, **options), ""), policy, turns)
+        for options in ({"drop_thoughts": True}, {"history": "template"})
+    )
+    assert dropped == written
+    assert "hm" not in policy.processor.tokenizer.decode(dropped[0][-1])
+
+
 def test_windows_of_turns_and_of_images_are_taken_together(folder):
     policy = load_policy(ModelConfig(path=str(folder)))
     writer = Writer(policy, ConversationConfig(history_turns=2, history_images=2), "")
@@ -316,6 +326,9 @@ def test_a_conversation_that_the_template_rejects_keeps_its_tokens(policy, caplo
     assert template is policy.turns
     (told,) = [record.getMessage() for record in caplog.records if "rejects a conversation" in record.getMessage()]
     assert told.endswith("as with conversation.history: append: too many")
+    # an episode without too many messages is written as before
+    thinks = [(f"<think>\nhm\n</think>\n\n{answer}", seen) for answer, seen in turns[:1]]
+    assert play(writer, policy, thinks)[1] == [1]
 
 
 def test_a_rewritten_conversation_shares_its_images(folder):
@@ -401,7 +414,7 @@ def test_returns_that_end_at_observations_need_one_context():
     reset = ObjectiveConfig(preset="reinforce_pp", advantage={"mask_carry": "reset"})
     for options in ({"history_turns": 2}, {"history": "template"}, {"drop_thoughts": True}, {"history_images": 1}):
         config = AgentConfig(conversation=ConversationConfig(**options), objective=reset)
-        with pytest.raises(ValueError, match=rf"once conversation\.{next(iter(options))} begins a context anew"):
+        with pytest.raises(ValueError, match=rf"once conversation\.{next(iter(options))} begins a context again"):
             config.check_objective()
     AgentConfig(objective=reset).check_objective()
     both = AgentConfig(conversation=ConversationConfig(history="template", drop_thoughts=True))
@@ -455,7 +468,8 @@ def test_rows_that_restart_score_as_they_were_sampled(tmp_path, qwen, mode, clos
 
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=[pytest.mark.slow] * (" " not in mode)) for mode in MODES])
 def test_a_run_in_every_mode(tmp_path, qwen, mode):
-    run_dir = train(RECIPES["agent"], talk_config(tmp_path, qwen, MODES[mode]))
+    config = talk_config(tmp_path, qwen, MODES[mode])
+    run_dir = train(RECIPES["agent"], config)
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").open()]
     assert [row["step"] for row in rows] == [1, 2]
     for row in rows:
@@ -465,6 +479,9 @@ def test_a_run_in_every_mode(tmp_path, qwen, mode):
     assert len(told) == ("template" not in mode)
     (held,) = [json.loads(line) for line in (run_dir / "evaluations.jsonl").open()][-1:]
     assert held["episode/no_result/greedy"] == 0
+    told = AgentRecipe.export(config, run_dir / "checkpoints" / "step-000002", tmp_path / "model").limits[-1]
+    expected = ", ".join(f"conversation.{name}: {value}" for name, value in sorted(MODES[mode].items(), reverse=True))
+    assert told == f"It was trained on contexts with {expected}; give it the same."
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 The `Writer` turns observations into prompts: the system turn, the first observation with the instruction, and then an
 observation per turn. What the model reads before a turn is a context. Usually each turn extends the context of the turn
-before; it begins anew if the window of turns or images moves on, or if the chat template rewrites earlier turns:
+before; it begins again if the window of turns or images moves on, or if the chat template rewrites earlier turns:
 
     history: append                      question answer result answer result answer ...      one context
     history_turns: 1                     question                answer result answer         a context per turn
@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -35,11 +34,10 @@ from mmrl.fields import bounded, choice
 from mmrl.rewards.answers import final_part, with_think_tags
 from mmrl.vlm.data.prompt import Prompt, join_prompts, leaves
 from mmrl.vlm.data.task import ImageSource, VlmTask
-from mmrl.vlm.data.turn_template import Message, TemplateError
+from mmrl.vlm.data.turn_template import Message, TemplateError, call_id
 from mmrl.vlm.engine.rows import text_prompt
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
-LOGGER = logging.getLogger("mmrl")
 PROMPT_END = 100
 """Characters of a prompt in which an opened thought is looked for."""
 OMITTED = "[picture left out]"
@@ -87,9 +85,16 @@ class ConversationConfig:
                 "conversation.drop_thoughts"
             )
 
+    def contexts(self) -> str:
+        """The options that shorten or rewrite contexts, as text; empty if none does."""
+        names = ("history_turns", "history_images", "max_result_tokens", "budget_notice", "drop_thoughts")
+        given = {name: getattr(self, name) for name in names if getattr(self, name)}
+        given |= {"history": self.history} if self.history == "template" else {}
+        return ", ".join(f"conversation.{name}: {value}" for name, value in given.items())
+
     @property
     def restarts(self) -> str:
-        """The first option by which contexts may begin anew; empty if every turn extends the one before."""
+        """The first option by which contexts may begin again; empty if every turn extends the one before."""
         given = {"history": self.history == "template"}
         given |= {name: getattr(self, name) for name in ("history_turns", "history_images", "drop_thoughts")}
         return next((name for name, value in given.items() if value), "")
@@ -116,6 +121,8 @@ class _Part:
     """An answer without its thoughts, if it has any and they are dropped."""
     notice: str = ""
     """Text after the observation's text: the budget that is left."""
+    said: Message | None = None
+    """An answer as a turn of the assistant, once it was read."""
 
     @functools.cached_property
     def image_keys(self) -> list[tuple[Any, ...]]:
@@ -148,7 +155,7 @@ class Conversation:
     read: list[Prompt] = field(default_factory=list)
     """The current context in pieces."""
     restart: Prompt | None = None
-    """The current context, if the last observation began it anew."""
+    """The current context, if the last observation began it again."""
 
     @property
     def num_images(self) -> int:
@@ -207,7 +214,8 @@ class Writer:
         self._clip = ResultClipper(policy.processor.tokenizer, limit) if limit else str
         self._turns: dict[tuple[object, ...], Prompt] = {}
         self._pieces: dict[Any, Prompt] = {}
-        self._rejected = False
+        self._noticed: dict[tuple[object, ...], Prompt] = {}
+        """Observations with a budget notice, until one notice has the right number."""
 
     def begin(self, task: AgentTask, observation: Observation, prompt: Prompt | None = None) -> Conversation:
         """Start a conversation."""
@@ -250,13 +258,14 @@ class Writer:
             room = self._policy.positions - conversation.length
             notice = settle_notice(self._max_turns - conversation.turns, room, try_notice)
         append(notice)
+        self._noticed.clear()
         conversation.first_kept, conversation.num_omitted = self._window(conversation)
         part, restart = conversation.parts[-1].prompt, conversation.restart
         conversation.read = [*conversation.read, part] if restart is None else [restart]
         return part
 
     def cut(self, conversation: Conversation) -> Prompt | None:
-        """The conversation as one prompt if the last observation began it anew, shortened or rewritten; else None."""
+        """The conversation as one prompt if the last observation began it again, shortened or rewritten; else None."""
         return conversation.restart
 
     def _window(self, conversation: Conversation) -> tuple[int, int]:
@@ -270,16 +279,15 @@ class Writer:
         """The conversation as one prompt, with the window moved on or as the template writes it; None if it extends."""
         first, excess = self._window(conversation)
         numbers = [0, *range(first, len(conversation.parts))]
-        if self._config.history == "template" and not self._rejected:
+        if self._config.history == "template":
             try:
                 return self._rewritten(conversation, numbers, excess)
             except TemplateError as error:
-                self._rejected = True
-                LOGGER.warning(
-                    "%s rejects a conversation, so this one and those of the same rollout keep their tokens from here "
-                    "on, as with conversation.history: append: %s",
+                self._policy.turns.warn_once(
+                    "rejected conversation",
+                    "%s rejects a conversation, which keeps its tokens as with conversation.history: append: %s",
                     self._policy.turns.blame,
-                    error,
+                    str(error),
                 )
         moved = first > conversation.first_kept or excess > conversation.num_omitted
         # parts[-2] is the answer before the new observation: only its thoughts can be new to drop.
@@ -300,7 +308,9 @@ class Writer:
         for number in numbers:
             part = conversation.parts[number]
             if part.observation is None:
-                messages.append(self._said(conversation, number))
+                # once: a long conversation is written again in each of its turns
+                part.said = part.said or self._said(conversation, number)
+                messages.append(part.said)
                 continue
             gone = self._omitted(conversation, number, excess)
             kept = part.observation.images[gone:]
@@ -370,13 +380,13 @@ class Writer:
             text = "\n".join(filter(None, (self._clip(observation.text), notice)))
             return [_user_turn(dataclasses.replace(observation, text=text), kept, note)]
         omitted, turns = len(observation.images) - kept, []
-        for number, result in enumerate(observation.results, 1):
+        for number, result in enumerate(observation.results):
             # the oldest images go first, also among the results of one turn
             omitted -= (gone := min(omitted, result.images))
-            behind = notice if number == len(observation.results) else ""
+            behind = notice if number + 1 == len(observation.results) else ""
             text = "\n".join(filter(None, (self._clip(result.text), behind)))
-            turn = _turn_of(text, gone, result.images - gone) | {"role": "tool", "name": result.name}
-            turns.append(turn | ({"tool_call_id": result.call_id} if result.call_id else {}))
+            own = {"role": "tool", "name": result.name, "tool_call_id": result.call_id or call_id(number)}
+            turns.append(_turn_of(text, gone, result.images - gone) | own)
         return turns
 
     def _kept(self, conversation: Conversation, number: int, following: int | None, excess: int) -> Prompt:
@@ -446,11 +456,12 @@ class Writer:
     ) -> Prompt:
         seen = tuple(_image_keys(images))
         key = (note, observation.text, observation.results, len(observation.images), end, seen, notice)
-        if key not in self._turns:  # one object, so that its images pass the vision tower once, too
+        known = self._noticed if notice else self._turns
+        if key not in known:  # one object, so that its images pass the vision tower once, too
             messages = self._messages(observation, len(images), note, notice)
             turn = VlmTask(task.id, messages, self._sources(images), tools=self.tools)
-            self._turns[key] = self._policy.encode_turn(turn, answered=end is not None, end=end)
-        return self._turns[key]
+            known[key] = self._policy.encode_turn(turn, answered=end is not None, end=end)
+        return known[key]
 
     def _sources(self, images: tuple) -> list[ImageSource]:
         if images:

@@ -112,7 +112,7 @@ class TurnTemplate:
             return tuple(stops)
         end = int(self.tokenizer.convert_tokens_to_ids(found[0][0]))
         if end not in stops:
-            self._warn_once(
+            self.warn_once(
                 "end",
                 "%s ends the assistant's turn with %s, but the checkpoint does not stop there (%s); sampling, given "
                 "answers and exports stop at it",
@@ -193,7 +193,7 @@ class TurnTemplate:
         hidden = control_pattern(self.tokenizer, self._kept_pattern)
         for name, source in sources.items():
             for token in sorted({match[0] for match in hidden.finditer(source.replace("\\", ""))}):
-                self._warn_once(
+                self.warn_once(
                     f"{name} {token}",
                     "%s contains %s, a special token of %s that is removed from the text of responses; add it to "
                     "model.answer_tokens if responses use it",
@@ -316,7 +316,7 @@ class TurnTemplate:
         """An answer that the template cannot write after its own head, such as the rest of one already begun."""
         closed = prompt_text.rstrip().endswith("</think>")
         if closed and content.lstrip().startswith("<think>"):
-            self._warn_once(
+            self.warn_once(
                 "thought",
                 "a given answer begins with a thought, but %s has already closed the thought in the prompt; set "
                 "model.thinking=true, or remove the thoughts from the answers",
@@ -418,7 +418,7 @@ class TurnTemplate:
     def _warn_of_characters(self, text: str) -> None:
         """Warn about special tokens in a given answer that are encoded as plain characters."""
         for match in control_pattern(self.tokenizer, self._kept_pattern).finditer(text):
-            self._warn_once(
+            self.warn_once(
                 match[0],
                 "a given answer contains the special token %s, which does not belong to answers of %s, so its "
                 "characters are learned instead of the token; add it to model.answer_tokens if it does belong to "
@@ -427,7 +427,8 @@ class TurnTemplate:
                 self._name,
             )
 
-    def _warn_once(self, key: str, message: str, *values: str) -> None:
+    def warn_once(self, key: str, message: str, *values: str) -> None:
+        """Warn about something, by its key, the first time that it is seen."""
         if key not in self._warned:
             self._warned.add(key)
             LOGGER.warning(message, *values)
