@@ -34,19 +34,18 @@ from mmrl.agents.monitor import (
     episode_metrics,
     tabulate_failed_answers,
 )
+from mmrl.agents.rollout.conversation import ConversationConfig, Writer
 from mmrl.agents.rollout.episodes import (
     AgentPayload,
-    ConversationConfig,
     Episode,
     EpisodeConfig,
-    Writer,
     pack_groups,
     tabulate_anchors,
     tabulate_durations,
 )
 from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
 from mmrl.agents.rollout.runner import EpisodeRunner, Fork, check_dropped
-from mmrl.agents.rollout.tool_template import ToolTemplate, check_plain_calls, read_template
+from mmrl.agents.rollout.tool_template import ToolTemplate, check_plain_calls, dropped_thoughts, read_template
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.turns import ANCHOR, DURATION, GAIN, InformationGain
@@ -111,6 +110,7 @@ class AgentParts:
     def check_parts(self, learning_rate: float) -> None:
         """Check that they fit together; raises ValueError."""
         check_update_precision(self.model, learning_rate)
+        self.conversation.check()
         self.actions.settle(self.conversation.tools)
         name = self.actions.name
         if self.conversation.tools and name in FORMATS and name != "tool_call":
@@ -159,6 +159,13 @@ class AgentConfig(AgentParts, RunConfig):
         terms = (*OWN_TERMS, *(reward.name for reward in self.rewards))
         check_objective(objective, self.scored_outputs, self.trainer.samples_per_task, terms, self.trainer.old_logp)
         check_critic(self.model, objective.needs_values)
+        carry = getattr(getattr(objective, "advantage", None), "mask_carry", "")
+        if (name := self.conversation.restarts) and carry == "reset":
+            raise ValueError(
+                "objective.advantage.mask_carry: reset ends the return of a turn at the tokens of the next "
+                f"observation, which are no part of the row once conversation.{name} begins a context again; use "
+                f"mask_carry: skip, or remove conversation.{name}"
+            )
 
 
 def check_environment(pool: EnvPool, format: str, tools: bool) -> None:
@@ -241,15 +248,20 @@ class AgentDomain:
             self.check_data()
             # before weights are read, if the model is there
             self._read_template(read_turns(config.model) if config.conversation.tools else None)
+            if self.tool_template is not None:
+                self._warn_of_dropped_thoughts(self.turns)
             # a dry run ends here, with data, rewards and environments checked
             model_follows(self)
             self.policy = load_policy(config.model, value_head=value_head)
             if self.tool_template is None:
                 self._read_template(self.policy.turns)
+                self._warn_of_dropped_thoughts(self.policy.turns)
             self.pool.show_images = self.policy.reads_media
             self.terms = router_terms(self)
             self.policy.turns.check_readers(readers_of(rewards, sampler.stop))
             self.policy.check_response_length(sampler.max_new_tokens)
+            # options that do not fit the tokenizer are refused before anything runs
+            self.writer(self.policy)
             if kept := config.conversation.history_images:
                 self.policy.check_reads_media(f"conversation.history_images is {kept}")
         self.env_counts = SimCounts(self.pool, Path(config.output_dir))
@@ -273,6 +285,20 @@ class AgentDomain:
         if self.config.conversation.drop_thoughts and given is None:
             check_plain_calls(turns)
 
+    def _warn_of_dropped_thoughts(self, turns: TurnTemplate) -> None:
+        """Warn if the run keeps thoughts in contexts that a deployed model would read without them."""
+        conversation = self.config.conversation
+        if conversation.history == "template" or conversation.drop_thoughts:
+            return
+        if dropped := dropped_thoughts(turns, self.pool.tools if conversation.tools else ()):
+            LOGGER.warning(
+                "%s drops the thoughts of earlier responses before %s, but with conversation.history: append they stay "
+                "in the contexts of this run; a deployed model that thinks reads other contexts than it was trained "
+                "on; conversation.history: template trains on those of deployment",
+                turns.blame,
+                " and ".join(dropped),
+            )
+
     def check_data(self) -> None:
         """Reject tasks, environments and records that the method cannot use, before the model is loaded."""
 
@@ -280,10 +306,11 @@ class AgentDomain:
         """Writes the conversations of some episodes."""
         conversation = self.config.conversation
         system = conversation.system_text(self.config.actions, self.pool.actions)
+        template, turns = self.tool_template, self.config.episode.max_turns
         if not conversation.tools:
-            return Writer(policy, conversation, system)
-        native = self.tool_template.format if self.config.actions.format == NATIVE and self.tool_template else ""
-        return Writer(policy, conversation, system, self.pool.tools, native)
+            return Writer(policy, conversation, system, max_turns=turns)
+        native = template.format if self.config.actions.format == NATIVE and template else ""
+        return Writer(policy, conversation, system, self.pool.tools, native, template=template, max_turns=turns)
 
     def run_episodes(
         self,
@@ -387,7 +414,9 @@ class AgentDomain:
         """Write an ordinary model folder with tokenizer and processor, adapters added into the weights."""
         environment = config.environment.factory
         found = export_model(config, checkpoint, output)
-        limits = ("During training an environment wrote the prompts; the snippet above asks a plain question.",)
+        limits = ["During training an environment wrote the prompts; the snippet above asks a plain question."]
+        if options := config.conversation.contexts():
+            limits.append(f"It was trained on contexts with {options}; give it the same.")
         return replace(found, facts={**found.facts, "environment": environment}, limits=limits)
 
     def _note(self, episodes: Sequence[Episode]) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, ParsedAnswer
-from mmrl.agents.rollout.episodes import ConversationConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.settings import CheckpointConfig, TrainerConfig
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig

@@ -6,10 +6,10 @@ from mmrl.agents.environments.environment import Action
 
 
 class Talk:
-    """Two turns; each earns the share of vowels in the answer."""
+    """Two turns or more; each earns the share of vowels in the answer."""
 
-    def __init__(self, pictures=True):
-        self.pictures = pictures
+    def __init__(self, pictures=True, turns=2):
+        self.pictures, self.turns = pictures, turns
 
     def reset(self, task, seed):
         self.said, self.seed = [], seed
@@ -19,7 +19,7 @@ class Talk:
         text = action.arguments.get("text", "")
         self.said.append(text)
         vowels = sum(letter in "aeiou" for letter in text.lower())
-        return self._look(), vowels / max(len(text), 1), len(self.said) == 2
+        return self._look(), vowels / max(len(text), 1), len(self.said) == self.turns
 
     def expert(self):
         return Action("say", {"text": "aeiou"[: 1 + len(self.said)]})

@@ -19,7 +19,8 @@ from mmrl.agents.methods.arpo import (
     needs_replay,
     source_metrics,
 )
-from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import AgentPayload
 from mmrl.agents.rollout.storage import restore_episode, size_of, store_episode
 from mmrl.core import Rollouts, get
 from mmrl.recipes import RECIPES

@@ -13,7 +13,8 @@ from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.methods import clone as cloning
 from mmrl.agents.methods.clone import AgentCloneConfig, AgentCloneRecipe, CloneEvaluationConfig
-from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, EpisodeConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import AgentPayload, EpisodeConfig
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.training.processes import Streams

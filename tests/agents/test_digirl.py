@@ -10,7 +10,8 @@ from mmrl.agents.environments.experts import run_expert, write_episodes
 from mmrl.agents.environments.gym import GymEnvironment
 from mmrl.agents.methods.digirl import DigirlConfig, DigirlRecipe, DigirlSettings, kept_steps
 from mmrl.agents.methods.digirl_critics import DigirlCriticConfig, LabelledEpisodes, StepCritic, label_episodes
-from mmrl.agents.rollout.episodes import AgentPayload, Episode, Writer
+from mmrl.agents.rollout.conversation import Writer
+from mmrl.agents.rollout.episodes import AgentPayload, Episode
 from mmrl.agents.rollout.storage import read_recorded, write_recorded
 from mmrl.agents.toy.grid import GridWorld
 from mmrl.core.loss import metric_values

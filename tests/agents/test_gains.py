@@ -7,7 +7,8 @@ import torch
 
 from mmrl.agents.agent_recipe import AgentRecipe
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
-from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import AgentPayload
 from mmrl.agents.rollout.gains import add_gains, contexts_before_turns
 from mmrl.contrib.rows.agentic import TurnNormalised
 from mmrl.errors import UserError

@@ -22,7 +22,8 @@ from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import Action, ActionConfig, ParsedAnswer
 from mmrl.agents.environments.mcp_tools import McpEnvironment
 from mmrl.agents.monitor import count_episodes, episode_metrics
-from mmrl.agents.rollout.episodes import ConversationConfig, Episode
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import Episode
 from mmrl.errors import RunError, UserError
 from mmrl.runs.tracking import describe_metric
 from mmrl.training.processes import Streams

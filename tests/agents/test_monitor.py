@@ -9,7 +9,8 @@ from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.monitor import agent_alarms, count_below_silence, count_episodes, episode_metrics, silent_return
-from mmrl.agents.rollout.episodes import ConversationConfig, Episode, EpisodeConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import Episode, EpisodeConfig
 from mmrl.runs.run_log import RunWarnings
 
 

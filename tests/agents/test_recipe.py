@@ -11,7 +11,8 @@ from mmrl.agents.agent_evaluation import AgentEvaluationConfig
 from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, AgentRewardConfig
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
-from mmrl.agents.rollout.episodes import OMITTED, AgentPayload, ConversationConfig, EpisodeConfig, Writer
+from mmrl.agents.rollout.conversation import OMITTED, ConversationConfig, Writer
+from mmrl.agents.rollout.episodes import AgentPayload, EpisodeConfig
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.training.objectives import ObjectiveConfig

@@ -12,7 +12,8 @@ from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, AgentRewardConfig
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
 from mmrl.agents.methods.digirl import DigirlConfig
-from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, Writer
+from mmrl.agents.rollout.conversation import ConversationConfig, Writer
+from mmrl.agents.rollout.episodes import AgentPayload
 from mmrl.agents.rollout.storage import restore_episode, store_episode
 from mmrl.errors import RunError, UserError
 from mmrl.recipes import RECIPES

@@ -11,7 +11,8 @@ from mmrl.agents.environments.environment import Action, ActionConfig
 from mmrl.agents.environments.experts import run_expert
 from mmrl.agents.environments.native_calls import OK, read_native
 from mmrl.agents.methods.clone import AgentCloneConfig, AgentCloneRecipe, CloneEvaluationConfig
-from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import AgentPayload
 from mmrl.agents.rollout.tool_template import write_call
 from mmrl.agents.toy.shop import FORMS, ITEMS, Shop
 from mmrl.errors import UserError

@@ -11,7 +11,7 @@ from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, ParsedAnswer
 from mmrl.agents.monitor import tabulate_failed_answers
-from mmrl.agents.rollout.episodes import ConversationConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
 from mmrl.agents.rollout.runner import Fork
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES

@@ -11,7 +11,8 @@ from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.rollout.episodes import ConversationConfig, EpisodeConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import EpisodeConfig
 from mmrl.agents.rollout.runner import EpisodeRunner, _Answer
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES

@@ -11,7 +11,7 @@ from mmrl.agents.environments.environment import Action, ActionConfig, CallResul
 from mmrl.agents.environments.tools import ToolEnvironment
 from mmrl.agents.methods.clone import AgentCloneConfig
 from mmrl.agents.methods.digirl import DigirlConfig
-from mmrl.agents.rollout.episodes import ConversationConfig, Writer
+from mmrl.agents.rollout.conversation import ConversationConfig, Writer
 from mmrl.errors import UserError
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step

@@ -8,7 +8,8 @@ import torch
 from mmrl.agents.agent_recipe import AgentConfig
 from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.methods.vl_dac import VlDacConfig, VlDacRecipe
-from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, EpisodeConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import AgentPayload, EpisodeConfig
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.errors import UserError

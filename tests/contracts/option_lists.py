@@ -131,6 +131,8 @@ TALK = {
         for name in ("names", "options")
     },
     "conversation.drop_thoughts": "the tiny model writes no thoughts",
+    "conversation.history": "the chat template of the tiny model rewrites no turn",
+    "conversation.history_turns": "the environment of the walk ends after two turns, the first of which stays",
     **{
         f"actions.{name}": "every text is one action of the walk's environment"
         for name in ("strict", "max_actions", "on_parse_error")

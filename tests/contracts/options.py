@@ -26,6 +26,7 @@ MOST = 5
 """Other values of an option that are tried until one has an effect."""
 VALUES: dict[str, list[Any]] = {
     "FrozenModelConfig.min_pixels": [6272],
+    "ConversationConfig.max_result_tokens": [8],
     "SamplerConfig.stop": [["a", "e", "i", "o", "u", "n", "t"], ["s", "r"]],
     "AnswerSampling.stop": [["a", "e", "i", "o", "u", "n", "t"], ["s", "r"]],
     "DataConfig.max_prompt_chars": [3],

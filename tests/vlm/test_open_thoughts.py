@@ -5,7 +5,7 @@ import torch
 
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import Observation, parse_answer
-from mmrl.agents.rollout.episodes import ConversationConfig, Writer
+from mmrl.agents.rollout.conversation import ConversationConfig, Writer
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.gui.benchmarks.prompts import begin_answer
 from mmrl.gui.grounding import answers

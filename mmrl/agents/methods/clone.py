@@ -28,7 +28,8 @@ from mmrl.agents.environments.experts import (
     RemoteExpert,
     run_expert,
 )
-from mmrl.agents.rollout.episodes import Episode, Writer, pack_episodes
+from mmrl.agents.rollout.conversation import Writer
+from mmrl.agents.rollout.episodes import Episode, pack_episodes
 from mmrl.agents.rollout.storage import replay_episode
 from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import Rollouts

@@ -37,7 +37,7 @@ from dataclasses import dataclass, field
 from torch import nn
 
 from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe
-from mmrl.agents.rollout.episodes import ConversationConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
 from mmrl.core.loss import Denominators
 from mmrl.core.objectives.objective import LossOutput
 from mmrl.core.rollouts import Rollouts

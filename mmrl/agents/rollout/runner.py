@@ -31,7 +31,8 @@ from mmrl.agents.environments.environment import (
 )
 from mmrl.agents.environments.native_calls import OK, ToolCall
 from mmrl.agents.environments.videos import Video
-from mmrl.agents.rollout.episodes import Conversation, Episode, EpisodeConfig, Writer, number_observation
+from mmrl.agents.rollout.conversation import Conversation, Writer
+from mmrl.agents.rollout.episodes import Episode, EpisodeConfig, number_observation
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.errors import UserError
 from mmrl.runs.run_log import stopwatch

@@ -26,7 +26,8 @@ from mmrl.agents.environments.action_formats import SAY
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import ActionConfig, CallResult, Observation
 from mmrl.agents.environments.native_calls import OK, read_native
-from mmrl.agents.rollout.episodes import Episode, Trajectory, Writer
+from mmrl.agents.rollout.conversation import Writer
+from mmrl.agents.rollout.episodes import Episode, Trajectory
 from mmrl.agents.rollout.runner import note_overflow
 from mmrl.errors import UserError
 from mmrl.files import replaced

@@ -139,9 +139,7 @@ def _read(turns: TurnTemplate, tools: Sequence[Any], format: str | None) -> Tool
     result = {"role": "tool", "content": [{"type": "text", "text": RESULT}]}
     # two results first: they also show whether each of several is kept
     _, follow = (turns.follow([result] * count, end=None, tools=tools, calls=[name] * count) for count in (2, 1))
-    called = assistant_turn("", **THOUGHTS, tool_calls=[as_call(name, {}, call_id(0))])
-    answered = result | {"name": name, "tool_call_id": call_id(0)}
-    after_tool, _ = _kept(turns, called, answered, tools)
+    after_tool, _ = _kept(turns, *_answered_call(tools), tools)
     after_user, whole = _kept(turns, assistant_turn(EARLIER, **THOUGHTS), user_turn(RESULT), tools)
     return ToolTemplate(found or format or "", _is_parallel(turns), follow, (after_tool, after_user), whole)
 
@@ -191,6 +189,39 @@ def write_call(turns: TurnTemplate, tools: Sequence[Any], format: str, action: A
                 return body[:end]
             raise UserError(f"{turns.blame} cannot write {what}: it ends a call with another token than an answer")
     raise UserError(f"{turns.blame} cannot write {what}: {problem}")
+
+
+def dropped_thoughts(turns: TurnTemplate, tools: Sequence[Any] = ()) -> list[str]:
+    """Messages after which the chat template no longer shows the thoughts of earlier responses, if it has any."""
+    # a prompt that has closed the thought leaves none to the response
+    if turns.parts.begin.rstrip().endswith("</think>"):
+        return []
+    inline = assistant_turn(f"<think>\n{THOUGHT}\n</think>\n\n{EARLIER}")
+    said = [(assistant_turn(EARLIER, **THOUGHTS), user_turn(RESULT)), (inline, user_turn(RESULT))]
+    called, answered = _answered_call(tools) if tools else said[0]
+    found = {
+        "tool results": bool(tools) and _drops(turns, called, answered, tools),
+        "user messages": any(_drops(turns, turn, after, tools) for turn, after in said),
+    }
+    return [kind for kind, drops in found.items() if drops]
+
+
+def _drops(turns: TurnTemplate, turn: Message, after: Message, tools: Sequence[Any]) -> bool:
+    """Whether a turn shows its thought as the last one, but no longer before a further message."""
+    try:
+        whole = turns.render([user_turn(QUESTION), turn], tools=tools)
+    except TemplateError:
+        return False
+    # templates that drop thoughts inside contents do so in the last turn, too
+    shown = THOUGHT in whole or "reasoning_content" not in turn
+    return shown and not _kept(turns, turn, after, tools)[0]
+
+
+def _answered_call(tools: Sequence[Any]) -> tuple[Message, Message]:
+    """A call of the first tool, with a thought, and its result."""
+    name, result = str(tools[0]["function"]["name"]), {"role": "tool", "content": [{"type": "text", "text": RESULT}]}
+    called = assistant_turn("", **THOUGHTS, tool_calls=[as_call(name, {}, call_id(0))])
+    return called, result | {"name": name, "tool_call_id": call_id(0)}
 
 
 def _is_parallel(turns: TurnTemplate) -> bool:

@@ -32,7 +32,8 @@ from mmrl.agents.environments.experts import (
     RemoteExpert,
 )
 from mmrl.agents.methods.clone import AgentCloneRecipe, CloneEvaluationConfig, as_episode
-from mmrl.agents.rollout.episodes import Episode, Writer
+from mmrl.agents.rollout.conversation import Writer
+from mmrl.agents.rollout.episodes import Episode
 from mmrl.core.loss import Metric
 from mmrl.fields import bounded
 from mmrl.training.processes import Streams

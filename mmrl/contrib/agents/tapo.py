@@ -28,7 +28,8 @@ from typing import Any
 from mmrl.agents.agent_recipe import AgentConfig, AgentRewardConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig
 from mmrl.agents.environments.environment import Action, ActionConfig
-from mmrl.agents.rollout.episodes import ConversationConfig, EpisodeConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import EpisodeConfig
 from mmrl.errors import UserError
 from mmrl.rewards.reward_loading import load_function
 from mmrl.training.objectives import ObjectiveConfig

@@ -17,6 +17,7 @@ from mmrl.errors import UserError
 from mmrl.hub.video_sampling import Frames
 from mmrl.vlm.data.task import OPEN_THINK, TaskError, VlmTask, load_videos
 from mmrl.vlm.data.turn_template import (
+    HIDDEN,
     PLACEHOLDER,
     TemplateError,
     TurnTemplate,
@@ -249,6 +250,36 @@ def encode_turn(task: VlmTask, turns: TurnTemplate, processor: Any, layout: Prom
     except TemplateError as error:
         raise TaskError("bad_prompt", task.id, f"{turns.blame} rejects it: {error}") from error
     return _encode(task, text, hidden, processor, layout, None)
+
+
+def encode_history(
+    task: VlmTask,
+    turns: TurnTemplate,
+    processor: Any,
+    layout: PromptLayout,
+    known: dict[Any, Prompt],
+    image_keys: Sequence[Any],
+) -> Prompt:
+    """Turn a whole conversation into the tokens before its next answer; its pieces are kept in `known`.
+
+    Raises:
+        TemplateError: the chat template rejects the conversation.
+    """
+    hidden, pieces = turns.render_history(task.messages, task.tools)
+    token, parts, start = getattr(processor, "image_token", None), list[Prompt](), 0
+    for piece in pieces:
+        stop = start + (piece.count(token) if token else 0)
+        used = tuple(hidden[int(number)] for number in PLACEHOLDER.findall(piece))
+        # a piece that was written before is one object, so that its images pass the vision tower once
+        key = PLACEHOLDER.sub(HIDDEN, piece), used, tuple(image_keys[start:stop])
+        if key not in known:
+            own = dataclasses.replace(task, images=task.images[start:stop])
+            known[key] = _encode(own, piece, hidden, processor, layout, None)
+        parts.append(known[key])
+        start = stop
+    if start != len(task.images):
+        raise TaskError("placeholder_mismatch", task.id, f"its {len(task.images)} images have {start} places")
+    return join_prompts(parts)
 
 
 def _encode(

@@ -15,7 +15,7 @@ import functools
 import json
 import logging
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from mmrl.errors import UserError
@@ -112,7 +112,7 @@ class TurnTemplate:
             return tuple(stops)
         end = int(self.tokenizer.convert_tokens_to_ids(found[0][0]))
         if end not in stops:
-            self._warn_once(
+            self.warn_once(
                 "end",
                 "%s ends the assistant's turn with %s, but the checkpoint does not stop there (%s); sampling, given "
                 "answers and exports stop at it",
@@ -193,7 +193,7 @@ class TurnTemplate:
         hidden = control_pattern(self.tokenizer, self._kept_pattern)
         for name, source in sources.items():
             for token in sorted({match[0] for match in hidden.finditer(source.replace("\\", ""))}):
-                self._warn_once(
+                self.warn_once(
                     f"{name} {token}",
                     "%s contains %s, a special token of %s that is removed from the text of responses; add it to "
                     "model.answer_tokens if responses use it",
@@ -266,6 +266,25 @@ class TurnTemplate:
         closed = self._length_of_close(rest) if close else 0
         return self._behind(ended, rest[:closed], rest[closed:])
 
+    def render_history(self, messages: Sequence[Message], tools: Sequence[Any]) -> tuple[list[str], list[str]]:
+        """Render a conversation with earlier answers, up to where the next one begins.
+
+        Returns:
+            The control tokens that placeholders stand for, and the text in pieces that are tokenised independently:
+            each but the first begins with the special token behind a question.
+
+        Raises:
+            TemplateError: the template rejects the messages.
+        """
+        hidden, shown = hide_in_turns(messages, self.tokenizer, self.kept_tokens)
+        text = self.render(shown, asks=True, tools=tools)
+        special = control_pattern(self.tokenizer, NOTHING)
+        first, added = special.search(self.parts.begin), self.tokenizer.added_tokens_decoder.values()
+        # a token that takes the white space before it does not part the text there
+        if first is None or any(t.lstrip and t.content == first[0] for t in added):
+            return hidden, [text]
+        return hidden, [piece for piece in re.split(f"(?={re.escape(first[0])})", text) if piece]
+
     @property
     def blame(self) -> str:
         """Name of the template in messages."""
@@ -297,7 +316,7 @@ class TurnTemplate:
         """An answer that the template cannot write after its own head, such as the rest of one already begun."""
         closed = prompt_text.rstrip().endswith("</think>")
         if closed and content.lstrip().startswith("<think>"):
-            self._warn_once(
+            self.warn_once(
                 "thought",
                 "a given answer begins with a thought, but %s has already closed the thought in the prompt; set "
                 "model.thinking=true, or remove the thoughts from the answers",
@@ -399,7 +418,7 @@ class TurnTemplate:
     def _warn_of_characters(self, text: str) -> None:
         """Warn about special tokens in a given answer that are encoded as plain characters."""
         for match in control_pattern(self.tokenizer, self._kept_pattern).finditer(text):
-            self._warn_once(
+            self.warn_once(
                 match[0],
                 "a given answer contains the special token %s, which does not belong to answers of %s, so its "
                 "characters are learned instead of the token; add it to model.answer_tokens if it does belong to "
@@ -408,7 +427,8 @@ class TurnTemplate:
                 self._name,
             )
 
-    def _warn_once(self, key: str, message: str, *values: str) -> None:
+    def warn_once(self, key: str, message: str, *values: str) -> None:
+        """Warn about something, by its key, the first time that it is seen."""
         if key not in self._warned:
             self._warned.add(key)
             LOGGER.warning(message, *values)
@@ -540,21 +560,40 @@ def hide_control_tokens(
     messages: Sequence[Mapping[str, Any]], tokenizer: Any, kept: re.Pattern[str] = MARKUP
 ) -> tuple[list[str], list[dict[str, Any]]]:
     """Replace control tokens, and texts that look like placeholders, in messages with placeholders."""
+    found = list[str]()
+    hide = _hider(tokenizer, kept, found)
+    return found, [{**turn, "content": hide(turn["content"])} for turn in messages]
+
+
+def hide_in_turns(
+    messages: Sequence[Message], tokenizer: Any, own: Sequence[str]
+) -> tuple[list[str], list[dict[str, Any]]]:
+    """`hide_control_tokens` for whole turns, thoughts and calls included; the assistant's keep their `own` tokens."""
+    found = list[str]()
+    answers = re.compile("|".join((MARKUP.pattern, *map(re.escape, own))))
+    hide, hide_in_answers = _hider(tokenizer, MARKUP, found), _hider(tokenizer, answers, found)
+    return found, [(hide_in_answers if turn["role"] == "assistant" else hide)(turn) for turn in messages]
+
+
+def _hider(tokenizer: Any, kept: re.Pattern[str], found: list[str]) -> Callable[[Any], Any]:
+    """A function that hides control tokens in texts, also inside lists and mappings, and appends them to `found`."""
     # a text could contain a placeholder: it is hidden as well, and so comes back unchanged
     control = control_pattern(tokenizer, kept).pattern
     # the marks of placeholders are hidden too: a text that contains one could otherwise pass for a control token
-    pattern, found = re.compile(f"{control}|{EARLIER}|{HIDDEN}"), list[str]()
+    pattern = re.compile(f"{control}|{EARLIER}|{HIDDEN}")
 
     def placeholder(match: re.Match[str]) -> str:
         found.append(match[0])
         return f"{HIDDEN}{len(found) - 1}{HIDDEN}"
 
-    def hide(content: Any) -> Any:
-        if isinstance(content, str):
-            return pattern.sub(placeholder, content)
-        return [item | {"text": hide(item["text"])} if item.get("type") == "text" else item for item in content]
+    def hide(value: Any) -> Any:
+        if isinstance(value, str):
+            return pattern.sub(placeholder, value)
+        if isinstance(value, Mapping):
+            return {hide(name): hide(part) for name, part in value.items()}
+        return [hide(part) for part in value] if isinstance(value, list) else value
 
-    return found, [{**turn, "content": hide(turn["content"])} for turn in messages]
+    return hide
 
 
 def control_pattern(tokenizer: Any, kept: re.Pattern[str]) -> re.Pattern[str]:

@@ -29,7 +29,7 @@ from mmrl.hub.video_sampling import Frames
 from mmrl.runs.checkpoint import check_model
 from mmrl.runs.export import model_folder
 from mmrl.training.processes import avoid_refused_instructions
-from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_prompt, encode_turn
+from mmrl.vlm.data.prompt import Prompt, PromptLayout, VlmPayload, encode_history, encode_prompt, encode_turn
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.data.turn_template import TurnTemplate
 from mmrl.vlm.engine import few_rows
@@ -419,6 +419,19 @@ class VlmPolicy(nn.Module):
         """
         last = (self.eos_ids[0] if end is None else end) if answered else None
         return encode_turn(task, self.turns, self.processor, self.layout, end=last)
+
+    def encode_history(self, task: VlmTask, known: dict[Any, Prompt], image_keys: Sequence[Any]) -> Prompt:
+        """Encode a conversation with earlier answers as the chat template writes it before the next answer.
+
+        Args:
+            task: the messages, with their images.
+            known: pieces of conversations that were encoded before; new ones are added.
+            image_keys: a key of each image, equal for equal images.
+
+        Raises:
+            TaskError: the conversation cannot be encoded; TemplateError: the template rejects it.
+        """
+        return encode_history(task, self.turns, self.processor, self.layout, known, image_keys)
 
     def encode_answer(self, prompt: Prompt, text: str, *, ends: bool = True) -> list[int]:
         """Tokens of a given answer after a prompt, as the chat template writes it; with its end if it `ends`."""

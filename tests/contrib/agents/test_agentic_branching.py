@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import AgentPayload
 from mmrl.contrib.agents.agentic_branching import (
     BranchingConfig,
     BranchingRecipe,

@@ -5,7 +5,8 @@ import torch
 
 from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.methods.digirl_critics import CriticTraining, Fitter, label_episodes
-from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
+from mmrl.agents.rollout.episodes import AgentPayload
 from mmrl.contrib.agents.archer import (
     ArcherConfig,
     ArcherRecipe,

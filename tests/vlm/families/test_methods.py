@@ -14,7 +14,7 @@ from mmrl.agents.agent_evaluation import AgentEvaluationConfig
 from mmrl.agents.agent_recipe import AgentConfig
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.environment import Action, ActionConfig, ParsedAnswer
-from mmrl.agents.rollout.episodes import ConversationConfig
+from mmrl.agents.rollout.conversation import ConversationConfig
 from mmrl.gui.grounding.aepo import AepoConfig
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
