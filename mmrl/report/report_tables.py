@@ -165,9 +165,9 @@ def _episodes(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -
             rows.append(
                 (title, _show(end), f"mean of the last {min(LATEST, len(values))} steps, {_show(start)} at first")
             )
-    kinds = sorted({name for record in metrics for name in record if name.startswith(TOOL_ERRORS)})
+    kinds = sorted({name for record in metrics for name in record if TOOL_ERRORS in name})
     # a step without the metric had no such error
-    means = {name.removeprefix(TOOL_ERRORS): _total(metrics[-LATEST:], name) / len(metrics[-LATEST:]) for name in kinds}
+    means = {name.partition(TOOL_ERRORS)[2]: _total(metrics[-LATEST:], name) / len(metrics[-LATEST:]) for name in kinds}
     if means:
         remark = ", ".join(f"{kind} {_show(mean)}" for kind, mean in means.items())
         rows.append(("tool errors per response", _show(sum(means.values())), remark))

@@ -52,7 +52,8 @@ COLUMNS: dict[str, tuple[int, str, *tuple[str, ...]]] = {
 """Columns of the console: width, format, and metrics, of which the first one available in a step is shown."""
 FAULTS = ("refused", "cut", "overflow", "failed")
 """Columns that appear once they are not 0."""
-TOOL_ERRORS = "episode/tool_errors/"
+TOOL_ERRORS = "/tool_errors/"
+"""Between the family and the kind of the metrics that count errors of tools."""
 ENDS = {"low": "Lower", "high": "Upper"}
 WILDCARD = re.compile("<(.+?)>")
 
@@ -353,7 +354,7 @@ def _environment_text(metrics: Mapping[str, float]) -> str:
     text = ""
     if "time/env_step_p50" in metrics:
         text = f", environment step {metrics['time/env_step_p50']:.2g} (p90 {metrics['time/env_step_p90']:.2g})"
-    kinds = [(name.removeprefix(TOOL_ERRORS), n) for name, n in metrics.items() if name.startswith(TOOL_ERRORS) and n]
+    kinds = [(name.partition(TOOL_ERRORS)[2], n) for name, n in metrics.items() if TOOL_ERRORS in name and n]
     return text + (f", tool errors {', '.join(f'{kind} {n:.2f}' for kind, n in kinds)}" if kinds else "")
 
 
