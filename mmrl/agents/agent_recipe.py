@@ -25,7 +25,6 @@ from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig, check
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import FORMATS, NATIVE, ActionConfig
 from mmrl.agents.monitor import (
-    OWN_TERMS,
     EpisodeRewards,
     agent_alarms,
     check_names,
@@ -165,7 +164,9 @@ class AgentConfig(AgentParts, RunConfig):
     def check_objective(self) -> None:
         """Check that model and rewards serve the objective; raises ValueError."""
         objective = make_objective(self.objective)
-        terms = (*OWN_TERMS, *(reward.name for reward in self.rewards))
+        own = {"format": self.reward.format, "invalid_turn": self.reward.invalid_turn}
+        own["overflow"] = self.episode.overflow.reward
+        terms = ("environment", *(name for name, value in own.items() if value), *(each.name for each in self.rewards))
         check_objective(objective, self.scored_outputs, self.trainer.samples_per_task, terms, self.trainer.old_logp)
         check_critic(self.model, objective.needs_values)
 

@@ -76,6 +76,9 @@ METRICS = {
     "episode/unreadable/<greedy|sampled>": "Mean number of responses per episode without a readable action.",
     "episode/cut/<greedy|sampled>": "Mean number of responses per episode that were truncated at the length limit.",
     "episode/refused/<greedy|sampled>": "Mean number of actions per episode that the environment could not execute.",
+    "episode/overflow/<greedy|sampled>": (
+        "Fraction of the evaluation's episodes that ended because a turn does not fit in the model's context."
+    ),
     "episode/no_result/<greedy|sampled>": (
         "Evaluation episodes that were lost because their environment failed or their conversation grew too long."
     ),

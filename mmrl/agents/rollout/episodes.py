@@ -526,7 +526,7 @@ def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: Vlm
     Returns:
         Rows with the log-probabilities as sampled, the turn of each token, and the reward still NaN. Extras:
         "decision_reward" (B, T), the environment's reward at the last token of each turn; "truncated" (B,), 1 where a
-        time limit ended the episode; "bootstrap_mask" (B, T), 1 at `Trajectory.bootstrap_index`.
+        limit of time or context ended the episode; "bootstrap_mask" (B, T), 1 at `Trajectory.bootstrap_index`.
     """
     prompts = _first_prompts(episodes, group)
     rows = [_with_own_context(episode, prompts[number]) for episode, number in zip(episodes, group, strict=True)]
