@@ -36,7 +36,7 @@ QUIET_S = 10.0
 COLUMNS: dict[str, tuple[int, str, *tuple[str, ...]]] = {
     "reward": (8, ".4f", "reward/mean"),
     "success": (7, ".2f", "episode/success"),
-    "return": (7, ".3g", "episode/return"),
+    "return": (8, ".3f", "episode/return"),
     "turns": (5, ".1f", "episode/turns"),
     "calls": (5, ".2f", "episode/calls"),
     "invalid": (7, ".2f", "episode/unreadable"),

@@ -295,7 +295,7 @@ def test_console_shows_an_agents_episodes_and_their_faults_once_there_are_any(mo
     names = ["success", "return", "turns", "calls", "invalid"]
     assert lines[0] == ["step", *names, "seconds"]
     assert lines[2] == ["step", *names, "refused", "cut", "overflow", "failed", "seconds"]
-    assert lines[3][1:10] == ["0.25", "0.25", "0.2", "0.25", "0.25", "0.50", "0.75", "3", "1"]
+    assert lines[3][1:10] == ["0.25", "0.250", "0.2", "0.25", "0.25", "0.50", "0.75", "3", "1"]
     assert " ".join(lines[3][10:]) == "1.00, environment step 0.12 (p90 1.5), tool errors timeout 0.12"
 
 
