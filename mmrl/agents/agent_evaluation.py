@@ -95,7 +95,7 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
         valid = [row for row in rows if not row["failed"]]
         metrics = self.success_rates(rows, "name", fewest=2)
         for key in ("return", "turns", "unreadable", "cut", "refused", "overflow"):
-            metrics[f"episode/{key}/{self.protocol}"] = mean_or_nan([row[key] for row in valid])
+            metrics[f"episode/{key}/{self.protocol}"] = mean_or_nan([row.get(key, 0.0) for row in valid])
         for term in dict.fromkeys(term for row in valid for term in row["terms"]):
             # a reward may fail on single episodes
             scores = [row["terms"][term] for row in valid if math.isfinite(row["terms"].get(term, math.nan))]
