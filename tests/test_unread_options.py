@@ -36,6 +36,15 @@ TEACHER = [*QUESTIONS, "teacher.path=t"]
         ("agent", [*AGENT, "data.file=tasks.jsonl"], "data.seeds=5", "data.file=null"),
         ("agent_revision", AGENT, "actions.max_actions=3", None),
         ("digirl", AGENT, "reward.format=0.5", None),
+        ("digirl", AGENT, "reward.invalid_turn=-0.5", None),
+        ("digirl", AGENT, "episode.overflow.reward=-0.5", None),
+        ("agent_clone", AGENT, "episode.overflow.reward=-0.5", None),
+        (
+            "agent",
+            [*AGENT, "episode.overflow.result=failed"],
+            "episode.overflow.reward=-1",
+            "episode.overflow.result=truncated",
+        ),
         ("digirl", AGENT, "digirl.lam=0.3", "digirl.advantage=paper"),
         ("digirl", [*AGENT, "digirl.step_filter=false"], "digirl.threshold=0.4", "digirl.step_filter=true"),
         (

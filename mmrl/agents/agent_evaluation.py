@@ -41,8 +41,8 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
     """Success over tasks, with greedy or with sampled responses.
 
     The metrics are success/<protocol> with its interval (Wilson for greedy, bootstrap over tasks for sampled), the same
-    for each name of a task, and the means of return, turns, unreadable answers, cut ones and refused actions. Episodes
-    without a result are counted in episode/no_result and are part of no other number.
+    for each name of a task, and the means of return, turns, unreadable answers, cut ones, refused actions, overflows.
+    Episodes without a result are counted in episode/no_result and are part of no other number.
     """
 
     run_episodes: RunEpisodes
@@ -94,8 +94,8 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
         """Success overall and by task name, and the means over episodes."""
         valid = [row for row in rows if not row["failed"]]
         metrics = self.success_rates(rows, "name", fewest=2)
-        for key in ("return", "turns", "unreadable", "cut", "refused"):
-            metrics[f"episode/{key}/{self.protocol}"] = mean_or_nan([row[key] for row in valid])
+        for key in ("return", "turns", "unreadable", "cut", "refused", "overflow"):
+            metrics[f"episode/{key}/{self.protocol}"] = mean_or_nan([row.get(key, 0.0) for row in valid])
         for term in dict.fromkeys(term for row in valid for term in row["terms"]):
             # a reward may fail on single episodes
             scores = [row["terms"][term] for row in valid if math.isfinite(row["terms"].get(term, math.nan))]
@@ -163,6 +163,7 @@ def _row(trial: Trial[AgentTask], episode: Episode) -> Row:
         "unreadable": episode.unreadable,
         "cut": episode.errors.count(CUT),
         "refused": episode.refused,
+        "overflow": float(episode.overflows),
         "terms": episode.terms,
         "sample": SampleRecord(reward=total, terms=episode.terms, **about_episode(episode)),
     }

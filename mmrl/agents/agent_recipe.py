@@ -1,8 +1,8 @@
 """Base of the agents' recipes: episodes as rollouts, rewards from the environment, evaluation in episodes.
 
 An episode is a row: its decisions are the tokens that the agent wrote in all turns, and what it was shown in between is
-part of the row without being trained. An episode whose environment failed, or whose conversation does not fit into the
-model, has no result: it is left out of its group and counted, and never has the reward 0.
+part of the row without being trained. An episode whose environment failed has no result: it is left out of its group
+and counted, and never has the reward 0. One whose conversation becomes too long ends before the turn that does not fit.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig, check
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
 from mmrl.agents.environments.environment import FORMATS, NATIVE, ActionConfig
 from mmrl.agents.monitor import (
-    OWN_TERMS,
     EpisodeRewards,
     agent_alarms,
     check_names,
@@ -33,12 +32,14 @@ from mmrl.agents.monitor import (
     count_episodes,
     episode_metrics,
     tabulate_failed_answers,
+    tabulate_penalties,
 )
 from mmrl.agents.rollout.conversation import ConversationConfig, Writer
 from mmrl.agents.rollout.episodes import (
     AgentPayload,
     Episode,
     EpisodeConfig,
+    OverflowConfig,
     pack_groups,
     tabulate_anchors,
     tabulate_durations,
@@ -55,7 +56,7 @@ from mmrl.core.payload import to_device
 from mmrl.core.rollouts import TOKENS, Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
-from mmrl.fields import rare
+from mmrl.fields import bounded, rare
 from mmrl.rewards import RewardConfig, RewardResult
 from mmrl.rewards.reward_config import readers_of
 from mmrl.rewards.reward_loading import source_digest
@@ -78,6 +79,8 @@ from mmrl.vlm.model.model_config import ModelConfig, check_critic, check_update_
 from mmrl.vlm.router_loss import router_terms
 
 LOGGER = logging.getLogger("mmrl")
+COUNTED = ("overflow", "failed")
+"""Endings of episodes that are counted over the whole run."""
 
 
 @dataclass
@@ -88,6 +91,9 @@ class AgentRewardConfig:
     """Weight of the environment's reward, turn by turn."""
     format: float = rare(0.0)
     """Penalty for each response that has no readable action, has an invalid tool call or was truncated; 0.5 in ARPO."""
+    invalid_turn: float = bounded(0.0, at_most=0)
+    """Reward of each invalid turn, at its last token: a response without a readable action or with an invalid tool
+    call. Unlike with `format`, truncated responses do not count. -0.1 in GiGPO's public scripts."""
 
 
 @dataclass
@@ -112,6 +118,8 @@ class AgentParts:
         check_update_precision(self.model, learning_rate)
         self.conversation.check()
         self.actions.settle(self.conversation.tools)
+        if self.episode.overflow.reward and not hasattr(self, "reward"):
+            raise ValueError("episode.overflow.reward has no effect in a recipe that learns from no rewards; remove it")
         name = self.actions.name
         if self.conversation.tools and name in FORMATS and name != "tool_call":
             raise ValueError(
@@ -156,7 +164,9 @@ class AgentConfig(AgentParts, RunConfig):
     def check_objective(self) -> None:
         """Check that model and rewards serve the objective; raises ValueError."""
         objective = make_objective(self.objective)
-        terms = (*OWN_TERMS, *(reward.name for reward in self.rewards))
+        own = {"format": self.reward.format, "invalid_turn": self.reward.invalid_turn}
+        own["overflow"] = self.episode.overflow.reward
+        terms = ("environment", *(name for name, value in own.items() if value), *(each.name for each in self.rewards))
         check_objective(objective, self.scored_outputs, self.trainer.samples_per_task, terms, self.trainer.old_logp)
         check_critic(self.model, objective.needs_values)
         carry = getattr(getattr(objective, "advantage", None), "mask_carry", "")
@@ -199,6 +209,8 @@ def check_rewards(config: AgentConfig, name: str) -> None:
     for key, default in (("rewards", []), ("reward", AgentRewardConfig())):
         if getattr(config, key) != default:
             raise UserError(f"{name} learns only from the environment's rewards; remove {key}")
+    if config.episode.overflow.reward:
+        raise UserError(f"{name} learns only from the environment's rewards; remove episode.overflow.reward")
 
 
 class AgentDomain:
@@ -364,6 +376,8 @@ class AgentDomain:
             "horizon": config.episode.max_turns,
             "environment": {"kwargs": environment.kwargs, "adapter": environment.adapter},
             "success_above": config.episode.success_above,
+            # without the default, so that earlier evaluations stay comparable
+            **({"overflow": result} if (result := config.episode.overflow.result) != OverflowConfig.result else {}),
             "conversation": asdict(config.conversation),
             "actions": config.actions.setting(),
             "temperature": evaluation.temperature,
@@ -401,10 +415,11 @@ class AgentDomain:
         """Statistics of the step's episodes, and failures so far."""
         seen = Counter(self._seen)
         self._seen.clear()
-        self._totals["overflow"] += int(seen.get("overflow", 0))
+        for name in COUNTED:
+            self._totals[name] += int(seen[name])
         return {
             **episode_metrics(seen),
-            "env/episodes_overflown": float(self._totals["overflow"]),
+            **{f"env/{name}": float(self._totals[name]) for name in COUNTED},
             **self.env_counts.metrics(),
             **self.errors.take(),
         }
@@ -420,10 +435,11 @@ class AgentDomain:
         return replace(found, facts={**found.facts, "environment": environment}, limits=limits)
 
     def _note(self, episodes: Sequence[Episode]) -> None:
-        overflown = next((episode for episode in episodes if episode.ending == "overflow"), None)
+        overflown = next((episode for episode in episodes if episode.overflows), None)
         # once per run: the counts tell the rest
         if overflown is not None and not self._totals["overflow"] + self._seen["overflow"]:
-            LOGGER.warning("an episode has no result (%s): %s", overflown.ending, overflown.reason)
+            kept = "ended before a turn" if overflown.has_result else "has no result"
+            LOGGER.warning("an episode %s (overflow): %s", kept, overflown.reason)
         count_episodes(self._seen, episodes)
 
 
@@ -507,10 +523,15 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         # `0.0 -` instead of a minus sign: no -0.0 in records
         form = torch.where(torch.isnan(total), total, 0.0 - failed.sum(1))
         added = column([episode.added_reward for episode in episodes])
+        penalties = tabulate_penalties(episodes, self.config, rollouts.mask)
         # NaN of an episode without a result stays NaN in the sum
         reward = weights.environment * total + weights.format * form + added
+        for table in penalties.values():
+            reward = reward + table.sum(1)
         alone = self._alone(rollouts, reward)
         terms = {"environment": total} | ({"format": form} if weights.format else {})
+        for name, table in penalties.items():
+            terms[name] = torch.where(torch.isnan(total), total, table.sum(1))
         for name in self.rewards.names:
             terms[name] = column([episode.terms.get(name, math.nan) for episode in episodes])
         turns = rollouts.extras["decision_reward"] * weights.environment
@@ -519,7 +540,13 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         at_end = torch.where(last & (rollouts.mask > 0), added.nan_to_num()[:, None], 0.0)
         # format penalties belong to the turn of the answer, added rewards to the end of the episode
         turns = turns + (at_end - weights.format * failed)
+        for table in penalties.values():
+            turns = turns + table
         extras = {"decision_reward": turns}
+        if "overflow" in penalties:
+            # the penalty stands for what the critic cannot read: the turn would be masked and not learn from it
+            unread = (penalties["overflow"] < 0).any(1) & ~(rollouts.extras["bootstrap_mask"] > 0).any(1)
+            extras["truncated"] = rollouts.extras["truncated"].masked_fill(unread, 0.0)
         if "tokens" in self.objective.needs:
             extras[TOKENS] = AgentPayload.of(rollouts).response_ids
         if "anchors" in self.objective.needs:

@@ -76,10 +76,17 @@ METRICS = {
     "episode/unreadable/<greedy|sampled>": "Mean number of responses per episode without a readable action.",
     "episode/cut/<greedy|sampled>": "Mean number of responses per episode that were truncated at the length limit.",
     "episode/refused/<greedy|sampled>": "Mean number of actions per episode that the environment could not execute.",
+    "episode/overflow/<greedy|sampled>": (
+        "Fraction of the evaluation's episodes that ended because a turn does not fit in the model's context."
+    ),
     "episode/no_result/<greedy|sampled>": (
         "Evaluation episodes that were lost because their environment failed or their conversation grew too long."
     ),
-    "env/episodes_overflown": "Training episodes so far whose conversation outgrew the model's context.",
+    "episode/top_action": "Fraction of the step's actions that equal the most frequent one, arguments included.",
+    "time/env_step_p50": "Median seconds of the step's actions in the environment, rounded to two digits.",
+    "time/env_step_p90": "90th percentile of the seconds of the step's actions in the environment, likewise.",
+    "env/overflow": "Training episodes so far that ended because a turn does not fit in the model's context.",
+    "env/failed": "Training episodes so far without a result because their environment failed.",
     "replay/groups_without_success": "Groups of the step in which all trajectories earned a low reward.",
     "replay/injected": "Groups of the step that received a stored trajectory.",
     "replay/age": "Mean steps since the replayed trajectories of the step were sampled.",

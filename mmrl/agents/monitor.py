@@ -25,7 +25,7 @@ from mmrl.rewards import RewardConfig, RewardResult, RewardSum, TrainerState
 from mmrl.rewards.sum import IMAGES, reward_columns, tell_renamed
 from mmrl.runs.run_log import STEPS, WINDOW, Alarm, Track
 
-OWN_TERMS = ("environment", "format")
+OWN_TERMS = ("environment", "format", "invalid_turn", "overflow")
 """Reward terms that every agent's recipe has."""
 GIVEN = ("completion_ids", "completion_lengths", "environment_reward", "success", "final_answer")
 """Columns of episodes that the run passes to reward functions besides the entries of the tasks."""
@@ -43,10 +43,27 @@ def check_names(configs: Sequence[RewardConfig]) -> None:
 
 def tabulate_failed_answers(episodes: Sequence[Episode], like: Tensor) -> Tensor:
     """(B, T), 1 at the last token of each response that executed nothing, in episodes with a result."""
+    return _tabulate_turns([[bool(error) for error in episode.errors] for episode in episodes], episodes, like)
+
+
+def tabulate_penalties(episodes: Sequence[Episode], config: Any, like: Tensor) -> dict[str, Tensor]:
+    """Rewards (B, T) of invalid turns and of overflows, each at the last token of its turn; only those that are set."""
+    found = {}
+    if each := config.reward.invalid_turn:
+        invalid = [[error not in ("", CUT) for error in episode.errors] for episode in episodes]
+        found["invalid_turn"] = each * _tabulate_turns(invalid, episodes, like)
+    if each := config.episode.overflow.reward:
+        last = [[False] * (episode.trajectory.turns - 1) + [episode.overflows] for episode in episodes]
+        found["overflow"] = each * _tabulate_turns(last, episodes, like)
+    return found
+
+
+def _tabulate_turns(marks: Sequence[Sequence[bool]], episodes: Sequence[Episode], like: Tensor) -> Tensor:
+    """(B, T), 1 at the last token of each marked turn, in episodes with a result."""
     table = torch.zeros(like.shape, dtype=like.dtype)
-    for row, episode in enumerate(episodes):
-        ends = zip(episode.trajectory.last_tokens(), episode.errors, strict=False)
-        table[row, [end for end, error in ends if error and episode.has_result]] = 1.0
+    for row, (own, episode) in enumerate(zip(marks, episodes, strict=True)):
+        ends = zip(episode.trajectory.last_tokens(), own, strict=False)
+        table[row, [end for end, marked in ends if marked and episode.has_result]] = 1.0
     return to_device(table, like.device)
 
 
@@ -116,11 +133,15 @@ def _names(tasks: Iterable[AgentTask]) -> list[str]:
     return sorted({name for task in tasks for name in task.task})
 
 
+NEARLY_ALL = 0.95
+"""Alarm threshold: fraction of actions that are one and the same."""
 OFTEN = 0.5
 """Alarm threshold: fraction of responses without an effect."""
 LITTLE = 0.1
 """Alarm threshold for a fraction that has doubled; also the remaining fraction of tool calls and entropy below which an
 alarm is raised."""
+ACTION, SECONDS = "action/", "step_seconds/"
+"""Starts of the names of counts: of each action, and of actions by the seconds that they took."""
 BY_ANSWER = ("unreadable", "empty", "cut", "refused", "calls")
 """Counts that are logged per response."""
 
@@ -142,7 +163,11 @@ def count_episodes(seen: Counter[str], episodes: Sequence[Episode]) -> None:
     seen["calls"] += sum(episode.calls for episode in sound)
     for episode in sound:
         seen.update({f"tool_errors/{kind}": count for kind, count in episode.tool_errors.items()})
-    seen.update(episode.ending for episode in episodes if not episode.has_result)
+        seen.update(f"{ACTION}{digest}" for digest in episode.actions)
+        # two digits, so that processes can add up their counts
+        seen.update(f"{SECONDS}{seconds:.1e}" for seconds in episode.step_seconds)
+    seen["failed"] += sum(episode.ending == "failed" for episode in episodes)
+    seen["overflow"] += sum(episode.overflows for episode in episodes)
 
 
 def count_below_silence(seen: Counter[str], episodes: Sequence[Episode], config: Any) -> None:
@@ -161,7 +186,7 @@ def silent_return(config: Any) -> float:
         config.actions.after_error, config.episode.max_turns
     )
     # avoids -0.0 in the message
-    return 0.0 - config.reward.format * answers
+    return 0.0 - (config.reward.format - config.reward.invalid_turn) * answers
 
 
 def episode_metrics(seen: Mapping[str, float]) -> dict[str, float]:
@@ -170,7 +195,22 @@ def episode_metrics(seen: Mapping[str, float]) -> dict[str, float]:
     results, answers = seen.get("results", 0) or math.nan, seen.get("answers", 0) or math.nan
     found = {f"episode/{name}": seen.get(name, 0) / results for name in ("success", "return", "turns", "below_silence")}
     kinds = [name for name in seen if name.startswith("tool_errors/")]
-    return found | {f"episode/{name}": seen.get(name, 0) / answers for name in (*BY_ANSWER, *sorted(kinds))}
+    found |= {f"episode/{name}": seen.get(name, 0) / answers for name in (*BY_ANSWER, *sorted(kinds))}
+    actions = [count for name, count in seen.items() if name.startswith(ACTION)]
+    if actions:
+        found["episode/top_action"] = max(actions) / sum(actions)
+    seconds = sorted((float(name.removeprefix(SECONDS)), n) for name, n in seen.items() if name.startswith(SECONDS))
+    return found | {f"time/env_step_p{q}": _percentile(seconds, q) for q in (50, 90) if seconds}
+
+
+def _percentile(values: Sequence[tuple[float, float]], q: int) -> float:
+    """The smallest of some counted values that at least q per cent do not exceed, as of ascending (value, count)."""
+    total, below = sum(count for _, count in values), 0.0
+    for value, count in values:
+        below += count
+        if 100 * below >= q * total:
+            return value
+    raise ValueError("there are no values")
 
 
 def agent_alarms(config: Any) -> dict[str, Alarm]:
@@ -183,6 +223,7 @@ def agent_alarms(config: Any) -> dict[str, Alarm]:
         "cut": Alarm(("episode/cut",), partial(_often_cut, config)),
         "refused": Alarm(("episode/refused",), partial(_often_refused, config)),
         "no_success": Alarm(("episode/success", "episode/return"), _never_succeeds),
+        "one_action": Alarm(("episode/top_action", "episode/success"), _one_action),
         "collapsed": Alarm(("policy/entropy", "episode/success"), _collapsed),
     }
     return found | ({"fewer_calls": Alarm(("episode/calls",), _fewer_calls)} if config.conversation.tools else {})
@@ -274,6 +315,16 @@ def _fewer_calls(calls: Track) -> str:
     return (
         f"responses make {calls.now:.2g} tool calls on average, down from {calls.start:.2g} in the first {STEPS} "
         "steps; look at the samples in the report, and check whether the reward depends on what the tools return"
+    )
+
+
+def _one_action(top: Track, success: Track) -> str:
+    if not (top.now > NEARLY_ALL and success.now < OFTEN):
+        return ""
+    return (
+        f"{top.now:.0%} of the actions of the last {STEPS} steps were one and the same, while {success.now:.0%} of the "
+        "episodes succeed; look at the samples in the report: does this action pay more than the task, and does the "
+        "agent see what changes?"
     )
 
 

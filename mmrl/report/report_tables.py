@@ -21,7 +21,7 @@ from mmrl.runs.statistics import (
     paired_difference,
     wilson_interval,
 )
-from mmrl.runs.tracking import estimate_text
+from mmrl.runs.tracking import TOOL_ERRORS, estimate_text
 
 NAMES = {
     "policy/kl_ref": "from the reference",
@@ -92,7 +92,20 @@ LOSSES = (
         "loss or gradient not finite; batches saved in failures/",
     ),
     ("optimiser steps that overflowed", "optim/overflows", True, "in fp16; the loss scale was reduced"),
+    ("episodes that overflowed", "env/overflow", True, "a turn did not fit in the model's context"),
+    ("episodes of failed environments", "env/failed", True, "excluded from their groups"),
     ("failed checkpoints", "checkpoint/failed", True, "e.g. because the disk was full"),
+)
+LATEST = 5
+"""Steps at the start and at the end of a run whose mean is shown."""
+EPISODES = (
+    ("successful episodes", "episode/success"),
+    ("return", "episode/return"),
+    ("turns per episode", "episode/turns"),
+    ("calls per response", "episode/calls"),
+    ("invalid responses", "episode/unreadable"),
+    ("refused actions per response", "episode/refused"),
+    ("responses cut off", "episode/cut"),
 )
 Estimate = tuple[float, float, float]
 Cell = dict[str, str]
@@ -101,7 +114,7 @@ Cell = dict[str, str]
 def derived_numbers(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> list[Row]:
     """Rows of the report's table."""
     rows: list[Row] = []
-    for derive in (_rewards, _amounts, _speed, _losses):
+    for derive in (_rewards, _episodes, _amounts, _speed, _losses):
         rows += derive(metrics, result)
     return rows
 
@@ -137,6 +150,31 @@ def _rewards(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) ->
     if flat:
         share = f"{100 * float(np.mean(flat)):.1f}%"
         rows.append(("groups with equal rewards", share, "mean over steps; group-relative advantages are 0"))
+    return rows
+
+
+def _episodes(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> list[Row]:
+    """What an agent's episodes were like at the end; nothing for other runs."""
+    if not any("episode/unreadable" in record for record in metrics):
+        return []
+    rows: list[Row] = []
+    for title, name in EPISODES:
+        values = _finite(metrics, name)[1]
+        if values:
+            start, end = (float(np.mean(part)) for part in (values[:LATEST], values[-LATEST:]))
+            rows.append(
+                (title, _show(end), f"mean of the last {min(LATEST, len(values))} steps, {_show(start)} at first")
+            )
+    kinds = sorted({name for record in metrics for name in record if TOOL_ERRORS in name})
+    # a step without the metric had no such error
+    means = {name.partition(TOOL_ERRORS)[2]: _total(metrics[-LATEST:], name) / len(metrics[-LATEST:]) for name in kinds}
+    if means:
+        remark = ", ".join(f"{kind} {_show(mean)}" for kind, mean in means.items())
+        rows.append(("tool errors per response", _show(sum(means.values())), remark))
+    median, slow = (_finite(metrics, f"time/env_step_p{q}")[1] for q in (50, 90))
+    if median and slow:
+        remark = f"median, mean over steps; 90th percentile {float(np.mean(slow)):.2g} s"
+        rows.append(("environment step", f"{float(np.mean(median)):.2g} s", remark))
     return rows
 
 

@@ -36,13 +36,24 @@ QUIET_S = 10.0
 COLUMNS: dict[str, tuple[int, str, *tuple[str, ...]]] = {
     "reward": (8, ".4f", "reward/mean"),
     "success": (7, ".2f", "episode/success"),
-    "unreadable": (10, ".2f", "episode/unreadable"),
+    "return": (8, ".3f", "episode/return"),
+    "turns": (5, ".1f", "episode/turns"),
+    "calls": (5, ".2f", "episode/calls"),
+    "invalid": (7, ".2f", "episode/unreadable"),
+    "refused": (7, ".2f", "episode/refused"),
+    "cut": (5, ".2f", "episode/cut"),
+    "overflow": (8, ".0f", "env/overflow"),
+    "failed": (6, ".0f", "env/failed"),
     "loss": (9, ".4f", "loss/total"),
     "KL": (9, ".2e", "policy/kl_ref", "policy/kl_old"),
     "entropy": (8, ".3f", "policy/entropy"),
     "tok/s": (7, ".0f", "tokens/per_second"),
 }
 """Columns of the console: width, format, and metrics, of which the first one available in a step is shown."""
+FAULTS = ("refused", "cut", "overflow", "failed")
+"""Columns that appear once they are not 0."""
+TOOL_ERRORS = "/tool_errors/"
+"""Between the family and the kind of the metrics that count errors of tools."""
 ENDS = {"low": "Lower", "high": "Upper"}
 WILDCARD = re.compile("<(.+?)>")
 
@@ -127,7 +138,7 @@ class ConsoleSink:
         if due or step == self._total_steps or self._lines == 0:
             self._shown_s = now
             # a column stays once a step had it, so that lines keep their order
-            columns = [name for name in COLUMNS if name in self._columns or _value(name, metrics) is not None]
+            columns = [name for name in COLUMNS if name in self._columns or _is_shown(name, metrics)]
             if columns != self._columns or self._lines % _HEADER_EVERY == 0:
                 self._columns = columns
                 self._console.print(_header(columns, self._total_steps), style="bold", markup=False)
@@ -313,9 +324,9 @@ def _evaluation_text(metrics: Mapping[str, float]) -> str:
 
 
 def _step_text(metrics: Mapping[str, float]) -> str:
-    found = ((name, _value(name, metrics)) for name in COLUMNS)
-    numbers = [f"{name} {value:{COLUMNS[name][1]}}" for name, value in found if value is not None]
-    return ", ".join([*numbers, f"seconds {_seconds_by_stage(metrics).strip()}"])
+    found = ((name, _value(name, metrics)) for name in COLUMNS if _is_shown(name, metrics))
+    numbers = [f"{name} {value:{COLUMNS[name][1]}}" for name, value in found]
+    return ", ".join([*numbers, f"seconds {_seconds_by_stage(metrics).strip()}{_environment_text(metrics)}"])
 
 
 def _header(columns: Sequence[str], total_steps: int) -> str:
@@ -326,11 +337,25 @@ def _header(columns: Sequence[str], total_steps: int) -> str:
 def _step_line(columns: Sequence[str], step: int, total_steps: int, metrics: Mapping[str, float]) -> str:
     cells = [_cell(_value(name, metrics), *COLUMNS[name][:2]) for name in columns]
     first = f"{f'{step}/{total_steps}':>{_step_width(total_steps)}}"
-    return " ".join([first, *cells, _seconds_by_stage(metrics)]).rstrip()
+    return " ".join([first, *cells, _seconds_by_stage(metrics)]).rstrip() + _environment_text(metrics)
 
 
 def _value(column: str, metrics: Mapping[str, float]) -> float | None:
     return next((metrics[name] for name in COLUMNS[column][2:] if name in metrics), None)
+
+
+def _is_shown(column: str, metrics: Mapping[str, float]) -> bool:
+    value = _value(column, metrics)
+    return value is not None and (column not in FAULTS or value != 0)
+
+
+def _environment_text(metrics: Mapping[str, float]) -> str:
+    """Seconds of an environment's step and errors of tools, each from a comma on; empty if there are none."""
+    text = ""
+    if "time/env_step_p50" in metrics:
+        text = f", environment step {metrics['time/env_step_p50']:.2g} (p90 {metrics['time/env_step_p90']:.2g})"
+    kinds = [(name.partition(TOOL_ERRORS)[2], n) for name, n in metrics.items() if TOOL_ERRORS in name and n]
+    return text + (f", tool errors {', '.join(f'{kind} {n:.2f}' for kind, n in kinds)}" if kinds else "")
 
 
 def _left(began: tuple[int, float], current: tuple[int, float], total_steps: int) -> str:

@@ -41,3 +41,47 @@ class Costly(Talk):
     def step(self, action):
         observation, _, over = super().step(action)
         return observation, -0.1, over
+
+
+class Flood:
+    """Three turns with short texts, then one of many words; each turn earns a quarter."""
+
+    def __init__(self, words=400, turns=9):
+        self.words, self.turns = words, turns
+
+    def reset(self, task, seed):
+        self.said = 0
+        return "go"
+
+    def step(self, action):
+        self.said += 1
+        return "no " * (1 if self.said < 3 else self.words), 0.25, self.said == self.turns
+
+    def close(self):
+        pass
+
+
+class Guess:
+    """Find a number from 1 to 8; other words cost a tenth or are refused, and there are four turns."""
+
+    def __init__(self, refuses=False):
+        self.refuses = refuses
+
+    def reset(self, task, seed):
+        self.goal, self.turns = 1 + seed % 8, 0
+        return "guess"
+
+    def step(self, action):
+        self.turns += 1
+        said = action.arguments.get("text", "").strip()
+        if said == str(self.goal):
+            return "yes", 1.0, True, {"success": True}
+        over = self.turns == 4
+        if said in [*"12345678"]:
+            return "another", 0.0, over
+        if self.refuses:
+            return "a number, please", 0.0, over, {"action_error": "no number"}
+        return "a number, please", -0.1, over
+
+    def close(self):
+        pass

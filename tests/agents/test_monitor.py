@@ -53,11 +53,11 @@ def test_counts_of_episodes_and_of_those_below_silence():
         seen.clear()
         count_below_silence(seen, episodes, config(format=format))
         assert seen["below_silence"] == count
-    assert [silent_return(config(*each)) for each in (("terminate",), ("terminate", 0.5), ("noop", 0.5))] == [
-        0,
-        -0.5,
-        -2,
-    ]
+    modes = (("terminate",), ("terminate", 0.5), ("noop", 0.5))
+    assert [silent_return(config(*each)) for each in modes] == [0, -0.5, -2]
+    costly = config("noop", 0.5)
+    costly.reward.invalid_turn = -0.25
+    assert silent_return(costly) == -3
 
 
 @pytest.mark.parametrize("on_parse_error", ["terminate", "noop"])
@@ -89,6 +89,28 @@ def test_a_return_that_rises_without_success_and_tools_that_are_forgotten_are_sa
     calls = [{"calls": 1.0} for _ in range(5)] + [{"calls": 0.0} for _ in range(5)]
     assert warned(calls, tools=True)[0] == {"fewer_calls": 10}
     assert warned(calls)[0] == {}
+
+
+def test_one_action_for_everything_is_said_unless_it_solves_the_tasks():
+    assert warned([{"top_action": 0.96, "success": 0.4}] * 10)[0] == {"one_action": 5}
+    assert warned([{"top_action": 0.94, "success": 0.4}] * 10)[0] == {}
+    assert warned([{"top_action": 0.96, "success": 0.6}] * 10)[0] == {}
+
+
+def test_actions_seconds_and_endings_are_counted_over_processes():
+    def episodes(actions, seconds, **more):
+        return [Episode(AgentTask("t"), answers=["x"], actions=actions, step_seconds=seconds, **more)]
+
+    here, there = Counter(), Counter()
+    count_episodes(here, episodes(["a", "a", "b"], [0.1, 0.1, 0.2], ending="truncated", overflows=True))
+    count_episodes(here, episodes(["b"] * 5, [9.0] * 5, ending="failed"))
+    count_episodes(there, episodes(["a"] * 7, [0.1234] * 6 + [3.0], ending="terminated"))
+    count_episodes(there, episodes([], [], ending="overflow", overflows=True))
+    metrics = episode_metrics(here + there)
+    assert metrics["episode/top_action"] == 9 / 10, "actions of broken environments do not count"
+    assert (metrics["time/env_step_p50"], metrics["time/env_step_p90"]) == (0.12, 0.2)
+    assert [(seen["overflow"], seen["failed"]) for seen in (here, there)] == [(1, 1), (1, 0)]
+    assert not {"episode/top_action", "time/env_step_p50"} & episode_metrics(Counter()).keys()
 
 
 def test_a_policy_that_stops_exploring_before_it_succeeds_is_said():

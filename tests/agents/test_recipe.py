@@ -203,9 +203,16 @@ def test_an_unreadable_answer_is_not_paid_for_what_the_turns_before_it_reached(t
     assert [episode.success for episode in episodes] == [False] * 6, "the environment was not asked"
 
 
-def test_a_conversation_that_does_not_fit_is_dropped_never_cut(tmp_path, folder):
+def test_a_conversation_that_does_not_fit_ends_before_its_turn_or_is_dropped(tmp_path, folder):
     """The tiny models have 512 positions; an image of 168 x 168 has 36 tokens or more."""
-    config = make_config(tmp_path, folder, kwargs={"length": 30, "side": 168}, episode=EpisodeConfig(max_turns=30))
+    limits = EpisodeConfig(max_turns=30)
+    config = make_config(tmp_path, folder, kwargs={"length": 30, "side": 168}, episode=limits)
+    rollouts, scored, logp, _ = roll(config)
+    assert all(episode.overflows for episode in AgentPayload.of(rollouts).episodes)
+    assert torch.isfinite(scored.reward).all()
+    # every token that was sampled is scored again in one pass
+    assert_equal_up_to_rounding(logp * rollouts.mask, rollouts.logp_old * rollouts.mask)
+    limits.overflow.result = "failed"
     with pytest.raises(NoUsableTasksError, match="does not fit in the model's context"):
         roll(config)
 

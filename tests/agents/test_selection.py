@@ -61,7 +61,7 @@ def test_failed_episodes_count_for_nothing(tmp_path, folder, monkeypatch, closin
         ActionConfig, "parse", lambda self, text, cut=False: ParsedAnswer(error="no_action", detail="-")
     )
     config = make_config(tmp_path, folder, kwargs={"length": 30, "side": 168})
-    config.episode.max_turns = 30
+    config.episode.max_turns, config.episode.overflow.result = 30, "failed"
     recipe = closing(AgentRecipe(config))
     rates = list(measure_tasks(recipe, 1))
     assert [rate.rollouts for rate in rates] == [0] * 4

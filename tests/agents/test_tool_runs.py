@@ -136,6 +136,9 @@ def test_an_episode_ends_after_several_invalid_turns(tmp_path, qwen, monkeypatch
     for episode in episodes_of(recipe):
         assert episode.errors == ["unclosed", "", "unclosed", "cut", "unclosed"]
         assert (episode.ending, episode.reason) == ("unreadable", "2 turns in a row had an error: the call has no end")
+    config.reward.format, config.reward.invalid_turn = 0.5, -0.25
+    scored = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:1], Streams(0), Step()), Step())
+    assert scored.reward.tolist() == [-0.5 * 4 - 0.25 * 3] * 2
     config.actions.on_parse_error = "terminate"
     for episode in episodes_of(recipe):
         assert (episode.ending, episode.errors, episode.reason) == ("unreadable", ["unclosed"], "the call has no end")

@@ -81,6 +81,9 @@ IDLE = {
     "EnvironmentConfig.step_timeout_s": "needs an environment that hangs",
     "EnvironmentConfig.memory_mb": "needs an environment that takes much memory",
     "EnvironmentConfig.variables": "the environment of the walk reads none",
+    "AgentRewardConfig.invalid_turn": "needs an invalid answer; tests/agents/test_penalties.py",
+    "OverflowConfig.result": "needs a conversation that becomes too long; tests/agents/test_penalties.py",
+    "OverflowConfig.reward": "needs a conversation that becomes too long; tests/agents/test_penalties.py",
     **dict.fromkeys(
         (
             *("ObjectiveConfig.correction", "ObjectiveConfig.gate"),

@@ -35,6 +35,8 @@ VALUES: dict[str, list[Any]] = {
     "LoraSettings.targets": [["q_proj"]],
     "FrozenModelConfig.max_prompt_tokens": [3],
     "PpoClip.dual": [1.0001],
+    "AgentRewardConfig.invalid_turn": [-0.1],
+    "OverflowConfig.reward": [-0.1],
     "SequenceProductRatio.limit": [1e-4],
     "DropGroups.low": [0.5],
     "ObjectiveConfig.filter": ["drop"],

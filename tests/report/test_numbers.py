@@ -40,6 +40,32 @@ def test_derived_numbers_by_hand():
     assert rows["steps"] == ("4", "1,200 optimiser steps, 3 more skipped because no group had a gradient")
 
 
+def test_numbers_of_an_agents_episodes():
+    metrics = [
+        {
+            "step": step,
+            "episode/unreadable": 0.1 * step,
+            "episode/turns": 2.0,
+            "time/env_step_p50": 0.1,
+            "time/env_step_p90": 1.5,
+            "env/overflow": 3.0 * step,
+            "env/failed": 0.0,
+            **({"episode/tool_errors/timeout": 0.5} if step == 6 else {}),
+        }
+        for step in range(1, 8)
+    ]
+    rows = {name: (value, remark) for name, value, remark in derived_numbers(metrics, {})}
+    assert rows["invalid responses"] == ("0.5", "mean of the last 5 steps, 0.3 at first")
+    assert rows["turns per episode"][0] == "2"
+    assert rows["tool errors per response"] == ("0.1", "timeout 0.1")
+    assert rows["environment step"] == ("0.1 s", "median, mean over steps; 90th percentile 1.5 s")
+    assert rows["episodes that overflowed"] == ("21", "a turn did not fit in the model's context")
+    assert rows["episodes of failed environments"] == ("0", "")
+    assert "return" not in rows
+    plain = [{"step": 1, "episode/success": 0.5}]
+    assert "successful episodes" not in {name for name, *_ in derived_numbers(plain, {})}, "no agent"
+
+
 def test_moving_average_skips_gaps():
     assert moving_average([1.0, 2.0, 3.0, 4.0], 3) == pytest.approx([1.5, 2.0, 3.0, 3.5])
     gap = moving_average([1.0, math.nan, 3.0, math.nan, math.nan, math.nan], 3)

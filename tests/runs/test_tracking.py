@@ -277,6 +277,28 @@ def test_console_has_no_columns_for_what_a_run_does_not_measure(monkeypatch):
     assert len(lines) == 5
 
 
+def test_console_shows_an_agents_episodes_and_their_faults_once_there_are_any(monkeypatch):
+    now = itertools.count(0.0, 20.0)
+    monkeypatch.setattr("mmrl.runs.tracking.time.monotonic", lambda: next(now))
+    stream = io.StringIO()
+    console = ConsoleSink(2, stream=stream)
+    calm = {
+        **{f"episode/{name}": 0.25 for name in ("success", "return", "turns", "calls", "unreadable")},
+        **{"episode/refused": 0.0, "episode/cut": 0.0, "env/overflow": 0.0, "env/failed": 0.0, "time/step": 1.0},
+    }
+    faults = {"episode/refused": 0.5, "episode/cut": 0.75, "env/overflow": 3.0, "env/failed": 1.0}
+    seconds = {"time/env_step_p50": 0.12, "time/env_step_p90": 1.5}
+    errors = {"episode/tool_errors/timeout": 0.125, "episode/tool_errors/http": 0.0}
+    console.log(1, calm)
+    console.log(2, calm | faults | seconds | errors)
+    lines = [line.split() for line in stream.getvalue().splitlines()]
+    names = ["success", "return", "turns", "calls", "invalid"]
+    assert lines[0] == ["step", *names, "seconds"]
+    assert lines[2] == ["step", *names, "refused", "cut", "overflow", "failed", "seconds"]
+    assert lines[3][1:10] == ["0.25", "0.250", "0.2", "0.25", "0.25", "0.50", "0.75", "3", "1"]
+    assert " ".join(lines[3][10:]) == "1.00, environment step 0.12 (p90 1.5), tool errors timeout 0.12"
+
+
 @pytest.mark.parametrize(
     ("every", "seconds", "shown"),
     [

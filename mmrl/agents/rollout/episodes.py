@@ -25,7 +25,7 @@ from mmrl.agents.rollout.conversation import Transcript
 from mmrl.core.blocks.turns import ANCHOR
 from mmrl.core.payload import per_row, to_device
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, rare
+from mmrl.fields import bounded, choice, only_with, rare
 from mmrl.vlm.data.prompt import Context, Insert, Prompt, VlmPayload
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
@@ -129,6 +129,18 @@ def tabulate_tokens(rows: Sequence[Trajectory], pad_id: int) -> TokenTable:
 
 
 @dataclass
+class OverflowConfig:
+    """Effect of a turn that does not fit in the model's context."""
+
+    result: str = choice("truncated", ("truncated", "failed"))
+    """truncated: the episode ends before the turn, keeps its turns and rewards, and counts as truncated, so that a
+    critic estimates what would have followed; failed: the episode has no result, as if its environment had failed, and
+    is left out of its group. An episode whose first prompt does not fit never has a result."""
+    reward: float = rare(only_with(bounded(0.0, at_most=0), result="truncated"))
+    """Reward at the last token of an episode that overflows, in addition to the environment's rewards."""
+
+
+@dataclass
 class EpisodeConfig:
     """Limits on the length of episodes."""
 
@@ -136,6 +148,8 @@ class EpisodeConfig:
     """Number of turns after which an episode is truncated, unless the environment ends it earlier."""
     success_above: float = rare(0.0)
     """An episode succeeds if the sum of its rewards exceeds this, unless the environment sets info["success"]."""
+    overflow: OverflowConfig = rare(field(default_factory=OverflowConfig))
+    """Effect of a turn that does not fit in the model's context, room for `sampler.max_new_tokens` included."""
 
 
 @dataclass
@@ -168,10 +182,16 @@ class Episode:
     """Tool calls: actions other than saying something."""
     tool_errors: dict[str, int] = field(default_factory=dict)
     """Number of tool calls that ended in an error, by kind."""
+    actions: list[str] = field(default_factory=list)
+    """Digest of each executed action; equal names and arguments have equal digests."""
+    step_seconds: list[float] = field(default_factory=list, compare=False)
+    """Seconds that the environment took for each of these actions."""
+    overflows: bool = False
+    """Whether it ended because its next turn does not fit in the model's context."""
     ending: str = ""
     """Key of `ENDINGS`; empty while it runs."""
     reason: str = ""
-    """Reason why it has no result, in one line."""
+    """Reason why it has no result, or ended early, in one line."""
     success: bool = False
     finish: str = ""
     """Reason why the last response ended: "eos", "stop" or "length"."""
@@ -215,14 +235,20 @@ NO_RESULT = ("failed", "overflow")
 
 ENDINGS: dict[str, str] = {
     "terminated": "The environment ended the episode.",
-    "truncated": "The environment's limit or episode.max_turns was reached.",
+    "truncated": (
+        "The environment's limit or episode.max_turns was reached, or the next turn does not fit in the model's "
+        "context."
+    ),
     "unreadable": (
         "A response had no readable action, and actions.on_parse_error is terminate; or it is reply, and "
         "actions.max_invalid turns in a row had an error."
     ),
     "cut": "A response was truncated at the length limit, and actions.on_parse_error is terminate.",
     "failed": "The environment raised, hung, crashed or returned malformed data, so the episode has no result.",
-    "overflow": "The next observation does not fit in the model's context, so the episode has no result.",
+    "overflow": (
+        "A turn does not fit in the model's context, so the episode has no result: the first one, or a later one with "
+        "episode.overflow.result failed."
+    ),
 }
 
 
@@ -243,7 +269,7 @@ def pack_episodes(episodes: Sequence[Episode], group: Sequence[int], policy: Vlm
     Returns:
         Rows with the log-probabilities as sampled, the turn of each token, and the reward still NaN. Extras:
         "decision_reward" (B, T), the environment's reward at the last token of each turn; "truncated" (B,), 1 where a
-        time limit ended the episode; "bootstrap_mask" (B, T), 1 at `Trajectory.bootstrap_index`.
+        limit of time or context ended the episode; "bootstrap_mask" (B, T), 1 at `Trajectory.bootstrap_index`.
     """
     prompts = _first_prompts(episodes, group)
     rows = [_with_own_context(episode, prompts[number]) for episode, number in zip(episodes, group, strict=True)]

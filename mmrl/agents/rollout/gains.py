@@ -58,6 +58,7 @@ def add_gains(
         values, episode = [found[key] for key in keys], episodes[number]
         if any(map(math.isnan, values)):
             episode.ending = "overflow"
+            episode.overflows = True
             episode.reason = f"the true answer of {episode.task.id} does not fit"
         episode.gains = [after - before for before, after in itertools.pairwise(values)]
 

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -348,6 +349,8 @@ class EpisodeRunner:
         episode.seconds[-1] += result.seconds
         episode.refused += "action_error" in result.info
         episode.calls += action.name != SAY
+        episode.actions.append(_digest(action))
+        episode.step_seconds.append(result.seconds)
         if TOOL_ERROR in result.info:
             kind = str(result.info[TOOL_ERROR])
             episode.tool_errors[kind] = episode.tool_errors.get(kind, 0) + 1
@@ -387,13 +390,20 @@ class EpisodeRunner:
         restarted = dict[int, Prompt]()
         full = []
         for (row, slot), room in zip(sorted(active.items()), self._room(active, turns), strict=True):
+            episode, result = slot.episode, results.get(row)
             try:
-                prompt, restarts = self._next_prompt(slot, parsed[row], results.get(row), room)
+                prompt, restarts, left = self._next_prompt(slot, parsed[row], result, room)
             except TaskError as error:
-                note_overflow(slot.episode, error)
+                note_overflow(episode, error, self._limits.overflow.result)
                 full.append(row)
                 continue
-            episode, result = slot.episode, results.get(row)
+            if left < self._sampler.max_new_tokens:
+                note_overflow(episode, _too_long(episode), self._limits.overflow.result)
+                # what the last action led to can still be read, and valued
+                if self._bootstrap_observation and episode.has_result and left > 0:
+                    episode.trajectory.add_bootstrap_observation(prompt, restarts)
+                full.append(row)
+                continue
             episode.trajectory.restart(prompt) if restarts else episode.trajectory.add_given(prompt)
             # an answer without an action leaves the environment as it was
             same = episode.anchors[-1]
@@ -418,41 +428,54 @@ class EpisodeRunner:
         truncated = {row: slot for row, slot in over.items() if slot.episode.ending == "truncated"}
         for (row, slot), room in zip(sorted(truncated.items()), self._room(truncated, turns), strict=True):
             try:
-                prompt, restarts = self._next_prompt(slot, parsed[row], results.get(row), room)
+                prompt, restarts, left = self._next_prompt(slot, parsed[row], results.get(row), room)
             except TaskError as error:
                 # on a copy: the episode has a result, and lacks only the critic's value after it
                 note_overflow(replace(slot.episode), error)
                 continue
-            slot.episode.trajectory.add_bootstrap_observation(prompt, restarts)
+            # one position for the token before which the critic is asked
+            if left > 0:
+                slot.episode.trajectory.add_bootstrap_observation(prompt, restarts)
 
     def _next_prompt(
         self, slot: _Slot, answer: ParsedAnswer, result: TurnResult | None, room: int
-    ) -> tuple[Prompt, bool]:
-        """The next observation and whether it restarts the conversation; raises TaskError if it does not fit."""
+    ) -> tuple[Prompt, bool, int]:
+        """The next observation, whether it restarts the conversation, and the positions left after it.
+
+        Raises:
+            TaskError: it cannot be encoded, or alone exceeds all positions.
+        """
         # an answer without action changes nothing, so the note alone follows
         observation = Observation() if result is None else result.observation
         if answer.calls:
             observation = _with_errors(observation, answer.calls)
         part = self._writer.follow(slot.conversation, observation, answer.note)
         cut = self._writer.cut(slot.conversation)
-        # At least one position has to be left for an answer; a restarted conversation begins with all of them.
-        if (room - len(part) if cut is None else self._policy.positions - len(cut)) < 1:
-            turn = slot.episode.trajectory.turns + 1
-            raise TaskError("prompt_too_long", slot.episode.task.id, f"turn {turn} does not fit in the model's context")
-        return (part, False) if cut is None else (cut, True)
+        # a restarted conversation begins with all positions
+        return (part, False, room - len(part)) if cut is None else (cut, True, self._policy.positions - len(cut))
 
     def _room(self, slots: dict[int, _Slot], turns: TurnSampler) -> list[int]:
         """Positions left in each row, in order."""
         return turns.room(_rows(slots)) if slots else []
 
 
-def note_overflow(episode: Episode, error: TaskError) -> None:
-    """End an episode whose conversation is too long; raises UserError if it cannot be written for another reason."""
+def _too_long(episode: Episode) -> TaskError:
+    turn = episode.trajectory.turns + 1
+    return TaskError("prompt_too_long", episode.task.id, f"turn {turn} does not fit in the model's context")
+
+
+def note_overflow(episode: Episode, error: TaskError, result: str = "failed") -> None:
+    """End an episode before a turn that does not fit, with a value of `episode.overflow.result`.
+
+    Raises:
+        UserError: the turn cannot be written for another reason.
+    """
     if error.kind != "prompt_too_long":
         raise UserError(
             f"{error.place}: a turn of the episode cannot be encoded for the model: {error.message}"
         ) from error
-    episode.ending = "overflow"
+    episode.ending = "truncated" if result == "truncated" else "overflow"
+    episode.overflows = True
     episode.reason = str(error)
 
 
@@ -484,6 +507,11 @@ def _answer(drawn: Samples, index: int) -> _Answer:
     length = int(drawn.mask[index].sum())
     ids, logp = (column[index, :length].tolist() for column in (drawn.response_ids, drawn.logp))
     return _Answer(ids, logp, drawn.texts[index], drawn.finish[index])
+
+
+def _digest(action: Action) -> str:
+    """Equal for equal names and arguments, in every process."""
+    return blake2b(str(action).encode(errors="surrogatepass"), digest_size=6).hexdigest()
 
 
 def _with_earlier(earlier: TurnResult | None, result: TurnResult) -> TurnResult:

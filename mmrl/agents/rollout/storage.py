@@ -49,7 +49,7 @@ FASTEST = 1
 """zlib compression level; higher levels take several times as long to save a few percent."""
 PLAIN = (
     *("anchors", "seconds", "gains", "errors", "refused", "calls", "ending", "reason", "success", "finish"),
-    *("added_reward", "terms", "tool_errors"),
+    *("added_reward", "terms", "tool_errors", "overflows"),
 )
 """Fields of an episode that are plain data."""
 LOGGER = logging.getLogger("mmrl")

@@ -155,7 +155,7 @@ MOST_ROWS = 1000
 """Maximum number of warnings or samples read from a file."""
 SUMMED = ("reward/errors", "rollers/lost", "rollers/again")
 """Metrics that count events per step; other counters below count from the start of the run."""
-COUNTED = ("checkpoint/failed", "optim/skipped", "optim/overflows", "data/skipped", "sim/")
+COUNTED = ("checkpoint/failed", "optim/skipped", "optim/overflows", "data/skipped", "sim/", "env/")
 
 
 class WatchedRun:

@@ -190,6 +190,9 @@ ROWS = (
         claim="comparing actions taken from the same state assigns credit to single turns without a critic",
         citation="Feng et al., GiGPO, arXiv 2505.10978, eq. 3-8; its public scripts (w 1, gamma 0.95, k3 0.01)",
         verified="langfengQ/DrMAS at 1bc15d2e5756",
-        differs="a group of one episode gets 0, not its reward; the penalty of unreadable answers is reward.format",
+        differs=(
+            "a group of one episode gets 0, not its reward; the public scripts' reward of -0.1 for invalid turns is "
+            "reward.invalid_turn, off unless set"
+        ),
     ),
 )
