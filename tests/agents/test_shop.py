@@ -64,7 +64,7 @@ def test_an_experts_call_is_written_as_the_template_writes_it(name):
     assert write_call(turns, [ADD], chat.format, Action(SAY, {"text": "21"})) == "21"
 
 
-@pytest.mark.parametrize("name", filter(other_ends, CHATS))
+@pytest.mark.parametrize("name", [name for name in CHATS if other_ends(name)])
 def test_calls_that_end_differently_from_answers_are_refused(name):
     chat = CHATS[name]
     with pytest.raises(UserError, match="it ends a call with another token than an answer"):
