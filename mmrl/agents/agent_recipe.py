@@ -34,6 +34,7 @@ from mmrl.agents.monitor import (
     episode_metrics,
     tabulate_failed_answers,
 )
+from mmrl.agents.rollout.chat_writer import ChatWriter, settle_chat
 from mmrl.agents.rollout.episodes import (
     AgentPayload,
     ConversationConfig,
@@ -46,7 +47,7 @@ from mmrl.agents.rollout.episodes import (
 )
 from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
 from mmrl.agents.rollout.runner import EpisodeRunner, Fork, check_dropped
-from mmrl.agents.rollout.tool_template import ToolTemplate, check_plain_calls, read_template
+from mmrl.agents.rollout.tool_template import PROBE_TOOL, ToolTemplate, check_plain_calls, read_template
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.turns import ANCHOR, DURATION, GAIN, InformationGain
@@ -163,7 +164,7 @@ class AgentConfig(AgentParts, RunConfig):
 
 def check_environment(pool: EnvPool, format: str, tools: bool) -> None:
     """Reject a format that cannot express the environment's actions, and missing tools; raises UserError."""
-    if tools and not pool.tools:
+    if tools and not pool.tools and not pool.chat:
         raise UserError(
             f"conversation.tools: {pool.factory} has no `tools`, a list of JSON schemas; see "
             "mmrl.agents.environments.tools"
@@ -246,6 +247,8 @@ class AgentDomain:
             opened.callback(self.rewards.close)
             self.pool = EnvPool(config.environment)
             opened.callback(self.pool.close)
+            if self.pool.chat:
+                settle_chat(config.conversation, config.actions)
             check_environment(self.pool, config.actions.name, config.conversation.tools)
             self.check_data()
             # before weights are read, if the model is there
@@ -278,7 +281,8 @@ class AgentDomain:
         if turns is None or not self.config.conversation.tools:
             return
         given = {NATIVE: None, "tool_call": "hermes"}.get(self.config.actions.name, "")
-        self.turns, self.tool_template = turns, read_template(turns, self.pool.tools, given)
+        # the tools of a program are known once it asks
+        self.turns, self.tool_template = turns, read_template(turns, self.pool.tools or [PROBE_TOOL], given)
         if self.config.conversation.drop_thoughts and given is None:
             check_plain_calls(turns)
 
@@ -289,9 +293,11 @@ class AgentDomain:
         """Writes the conversations of some episodes."""
         conversation = self.config.conversation
         system = conversation.system_text(self.config.actions, self.pool.actions)
+        native = self.tool_template.format if self.config.actions.format == NATIVE and self.tool_template else ""
+        if self.pool.chat:
+            return ChatWriter(policy, conversation, self.config.sampler, native)
         if not conversation.tools:
             return Writer(policy, conversation, system)
-        native = self.tool_template.format if self.config.actions.format == NATIVE and self.tool_template else ""
         return Writer(policy, conversation, system, self.pool.tools, native)
 
     def run_episodes(

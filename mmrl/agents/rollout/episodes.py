@@ -22,7 +22,7 @@ from PIL import Image
 from torch import Tensor
 
 from mmrl.agents.environments.agent_tasks import AgentTask
-from mmrl.agents.environments.environment import CUT, ActionConfig, Observation
+from mmrl.agents.environments.environment import CUT, ActionConfig, Observation, ParsedAnswer
 from mmrl.agents.environments.native_calls import NativeAnswer, read_native
 from mmrl.agents.environments.videos import Video
 from mmrl.core.blocks.turns import ANCHOR
@@ -138,13 +138,23 @@ class Writer:
         spoken = self._spoken(conversation.parts[-1].prompt, ids) if self._config.drop_thoughts else None
         conversation.parts.append(_Part(text_prompt(torch.tensor(ids, dtype=torch.int64)), spoken=spoken))
 
-    def read(self, conversation: Conversation, ids: list[int], finish: str) -> NativeAnswer:
+    def parse(
+        self, conversation: Conversation, actions: ActionConfig, ids: list[int], text: str, finish: str
+    ) -> ParsedAnswer:
+        """The actions of the last response."""
+        if self.native:
+            return actions.accept(self.read(conversation, ids, finish, self.tools), text, finish == "length")
+        return actions.parse(text, cut=finish == "length")
+
+    def read(
+        self, conversation: Conversation, ids: list[int], finish: str, tools: Sequence[dict[str, Any]]
+    ) -> NativeAnswer:
         """The calls in the tokens of the last response, which have control tokens that its text lacks."""
         tokenizer = self._policy.processor.tokenizer
         return read_native(
             tokenizer.decode(ids, skip_special_tokens=False),
             self.native,
-            self.tools,
+            tools,
             prompt_end=conversation.parts[-2].prompt.text[-PROMPT_END:],
             finish=finish,
             ends=tokenizer.convert_ids_to_tokens(list(self._policy.eos_ids)),
