@@ -6,6 +6,8 @@ import time
 import urllib.error
 import urllib.request
 
+import pytest
+
 ADD = {
     "type": "function",
     "function": {
@@ -89,6 +91,30 @@ async def at_once(task, endpoint):
     texts = ["left", "right"]
     found = await asyncio.gather(*(asyncio.to_thread(ask, endpoint, [user(text)]) for text in texts))
     return float([choice["message"]["content"] for choice in found] == texts)
+
+
+async def official(task, endpoint, stream=False):
+    """The client of OpenAI, with a tool, its key and address from the variables."""
+    from openai import AsyncOpenAI, AuthenticationError, OpenAI
+
+    with pytest.raises(AuthenticationError, match="not the key of the running episode"):
+        OpenAI(**endpoint | {"api_key": "x"}).chat.completions.create(model="p", messages=[user("a")])
+    client, messages = AsyncOpenAI(), [user("2 + 3?")]
+    if stream:
+        chunks = await client.chat.completions.create(model="p", messages=messages, tools=[ADD], stream=True)
+        deltas = [chunk.choices[0].delta async for chunk in chunks]
+        (call,) = deltas[0].tool_calls
+        return float(call.function.name == "add" and deltas[0].content == "Hm.")
+    reply = await client.chat.completions.create(model="p", messages=messages, tools=[ADD], max_tokens=64)
+    message = reply.choices[0].message
+    (call,) = message.tool_calls
+    result = {
+        "role": "tool",
+        "tool_call_id": call.id,
+        "content": str(sum(json.loads(call.function.arguments).values())),
+    }
+    reply = await client.chat.completions.create(model="p", messages=[*messages, message, result], tools=[ADD])
+    return float(reply.choices[0].message.content == "5" and reply.usage.total_tokens == 7)
 
 
 def faulty(task, endpoint, fault="raises"):

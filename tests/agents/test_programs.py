@@ -1,6 +1,7 @@
 """The endpoint and its environment without a model: what a program sends and gets, keys and faults."""
 
 import base64
+import importlib.util
 import io
 import json
 import threading
@@ -19,7 +20,7 @@ from mmrl.agents.environments.environment_service import open_environment
 from mmrl.agents.environments.programs import REPLY, ProgramEnvironment, count_calls, is_program
 from mmrl.errors import UserError
 from mmrl.workers.loading import LoadError
-from tests.agents.my_agents import ADD, adder, at_once, faulty, lasting, repeating, send, user
+from tests.agents.my_agents import ADD, adder, at_once, faulty, lasting, official, repeating, send, user
 
 AGENTS = f"{Path(__file__).with_name('my_agents.py')}"
 
@@ -209,6 +210,18 @@ def test_episodes_in_parallel_do_not_mix(tmp_path):
             while pool.live:
                 turns |= pool.step({row: echo(turns[row].observation) for row in pool.live})
             assert [(turns[row].reward, turns[row].failure) for row in (0, 1)] == [(start, None), (start + 1, None)]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("openai") is None, reason="openai is not installed")
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_client_of_openai_understands_the_replies(closing, stream):
+    env = closing(ProgramEnvironment(official, {"stream": stream}))
+    env.reset({}, 0)
+    seen, reward, ended, _ = env.step(said("Hm.", [("add", '{"a": 2, "b": 3}')], "tool_calls"))
+    if not stream:
+        assert [turn["role"] for turn in json.loads(seen.request)["messages"]] == ["user", "assistant", "tool"]
+        _, reward, ended, _ = env.step(echo(seen))
+    assert (reward, ended) == (1.0, True)
 
 
 def test_a_function_of_task_and_endpoint_is_a_program():
