@@ -1,5 +1,7 @@
 """Agent programs for tests, which talk to the endpoint with the standard library."""
 
+import base64
+import io
 import json
 import threading
 import time
@@ -7,6 +9,7 @@ import urllib.error
 import urllib.request
 
 import pytest
+from PIL import Image
 
 ADD = {
     "type": "function",
@@ -70,6 +73,23 @@ def branching(task, endpoint):
     ask(endpoint, [*second[:2], user("Count backwards.")])
     ask(endpoint, [*first, {"role": "assistant", "content": "(left out)"}, user("Where were you?")])
     return 0.25
+
+
+def looking(task, endpoint):
+    """Shows an image, then another behind the answer, then only the second with the question."""
+    first = [user([{"type": "text", "text": "Look."}, image(40)])]
+    second = [*first, ask(endpoint, first)["message"], user([image(200)])]
+    ask(endpoint, second)
+    ask(endpoint, [user([image(200), {"type": "text", "text": "Look."}])])
+    return 1.0
+
+
+def image(level):
+    """A grey image as a part of a message."""
+    file = io.BytesIO()
+    Image.new("RGB", (56, 56), (level, level, level)).save(file, "PNG")
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url}}
 
 
 def repeating(task, endpoint, turns=2, delay=0.0):

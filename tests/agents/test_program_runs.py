@@ -11,7 +11,7 @@ from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, AgentRewardConfig
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.chat_endpoint import read_request
 from mmrl.agents.environments.environment import ActionConfig
-from mmrl.agents.rollout.chat_writer import SETTINGS, check_settings
+from mmrl.agents.rollout.chat_writer import SETTINGS, ChatWriter, check_settings
 from mmrl.agents.rollout.episodes import AgentPayload, ConversationConfig, EpisodeConfig
 from mmrl.agents.rollout.gains import contexts_before_turns
 from mmrl.agents.rollout.runner import EpisodeRunner
@@ -117,6 +117,20 @@ def test_sampled_tokens_stay_and_rewritten_history_branches(tmp_path, qwen, monk
         assert (len(episode.trajectory.contexts), len(episode.trajectory.inserts)) == (4, 1)
 
 
+def test_images_of_requests_are_seen_where_they_were_sent(tmp_path, folder, monkeypatch):
+    # which drops the images once they are scored
+    monkeypatch.setattr("mmrl.agents.monitor.EpisodeRewards.score", lambda self, episodes, state: None)
+    rewards = [RewardConfig(name="mmrl.agents.monitor:episode_return")]
+    _, rollouts, _, logp = roll(make_config(tmp_path, folder, "looking", rewards=rewards))
+    assert_equal_up_to_rounding(logp, rollouts.logp_old)
+    for episode in AgentPayload.of(rollouts).episodes:
+        (insert,), (context,) = episode.trajectory.inserts, episode.trajectory.contexts
+        for prompt in (episode.prompt, insert.prompt, context.prompt):
+            assert prompt.has_vision
+            assert prompt.text.count("<|image_pad|>") == 1
+        assert [int(own.mean()) for own in episode.transcript.images] == [40, 200, 200]
+
+
 def test_calls_come_back_parsed_and_results_follow_the_sampled_call(tmp_path, qwen, monkeypatch):
     call = f"So.\n{hermes('add', a=2, b=0)}\n{hermes('multiply', a=1)}"
     scripted(monkeypatch, (f"{call}<|im_end|>", "eos"), ("<think>\nTwo.\n</think>\n\nIt is 2.<|im_end|>", "eos"))
@@ -167,6 +181,18 @@ def test_a_reply_says_how_the_answer_ended(tmp_path, qwen, closing):
         assert reply["reasoning"] == ("So." if "So." in text else "")
         assert reply["completion_tokens"] == len(ids)
         assert reply["prompt_tokens"] == len(conversation.parts[0].prompt)
+    # without tools; as in the API, the stop string is not part of the text
+    writer = ChatWriter(policy, ConversationConfig(), SamplerConfig(stop=["."]))
+    conversation = writer.begin(AgentTask("t"), read_request({"messages": [user("2 + 0?")]}))
+    ids = policy.processor.tokenizer.encode("It is 2.", add_special_tokens=False)
+    writer.answer(conversation, ids)
+    (action,) = writer.parse(conversation, ActionConfig(format="text"), ids, "It is 2.", "stop").actions
+    assert (action.arguments["content"], action.arguments["finish_reason"]) == ("It is 2", "stop")
+    again = read_request({"messages": [user("2 + 0?"), {"role": "assistant", "content": "It is 2"}, user("Sure?")]})
+    assert writer.follow(conversation, again).text.endswith(
+        "<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert writer.cut(conversation) is None
 
 
 def test_reward_functions_get_the_messages(tmp_path, qwen, monkeypatch):
