@@ -73,6 +73,12 @@ def test_own_agent_env(tmp_path):
 
 
 @pytest.mark.slow
+def test_own_agent_program(tmp_path):
+    first, last = first_and_last(run("own_agent_program.py", tmp_path))
+    assert last > first + 0.05
+
+
+@pytest.mark.slow
 def test_own_image_reward(tmp_path):
     pytest.importorskip("diffusers")
     text = run("own_image_reward.py", tmp_path)

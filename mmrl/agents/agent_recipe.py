@@ -34,6 +34,7 @@ from mmrl.agents.monitor import (
     tabulate_failed_answers,
     tabulate_penalties,
 )
+from mmrl.agents.rollout.chat_writer import ChatWriter, settle_chat
 from mmrl.agents.rollout.conversation import ConversationConfig, Writer
 from mmrl.agents.rollout.episodes import (
     AgentPayload,
@@ -46,7 +47,13 @@ from mmrl.agents.rollout.episodes import (
 )
 from mmrl.agents.rollout.gains import add_gains, check_answers, tabulate_gains
 from mmrl.agents.rollout.runner import EpisodeRunner, Fork, check_dropped
-from mmrl.agents.rollout.tool_template import ToolTemplate, check_plain_calls, dropped_thoughts, read_template
+from mmrl.agents.rollout.tool_template import (
+    PROBE_TOOL,
+    ToolTemplate,
+    check_plain_calls,
+    dropped_thoughts,
+    read_template,
+)
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.turns import ANCHOR, DURATION, GAIN, InformationGain
@@ -180,7 +187,7 @@ class AgentConfig(AgentParts, RunConfig):
 
 def check_environment(pool: EnvPool, format: str, tools: bool) -> None:
     """Reject a format that cannot express the environment's actions, and missing tools; raises UserError."""
-    if tools and not pool.tools:
+    if tools and not pool.tools and not pool.chat:
         raise UserError(
             f"conversation.tools: {pool.factory} has no `tools`, a list of JSON schemas; see "
             "mmrl.agents.environments.tools"
@@ -256,6 +263,8 @@ class AgentDomain:
             opened.callback(self.rewards.close)
             self.pool = EnvPool(config.environment)
             opened.callback(self.pool.close)
+            if self.pool.chat:
+                settle_chat(config.conversation, config.actions)
             check_environment(self.pool, config.actions.name, config.conversation.tools)
             self.check_data()
             # before weights are read, if the model is there
@@ -293,14 +302,16 @@ class AgentDomain:
         if turns is None or not self.config.conversation.tools:
             return
         given = {NATIVE: None, "tool_call": "hermes"}.get(self.config.actions.name, "")
-        self.turns, self.tool_template = turns, read_template(turns, self.pool.tools, given)
+        # the tools of a program are known once it asks
+        self.turns, self.tool_template = turns, read_template(turns, self.pool.tools or [PROBE_TOOL], given)
         if self.config.conversation.drop_thoughts and given is None:
             check_plain_calls(turns)
 
     def _warn_of_dropped_thoughts(self, turns: TurnTemplate) -> None:
         """Warn if the run keeps thoughts in contexts that a deployed model would read without them."""
         conversation = self.config.conversation
-        if conversation.history == "template" or conversation.drop_thoughts:
+        # a program that sends its own history is told nothing: it decides what the model reads
+        if self.pool.chat or conversation.history == "template" or conversation.drop_thoughts:
             return
         if dropped := dropped_thoughts(turns, self.pool.tools if conversation.tools else ()):
             LOGGER.warning(
@@ -319,9 +330,11 @@ class AgentDomain:
         conversation = self.config.conversation
         system = conversation.system_text(self.config.actions, self.pool.actions)
         template, turns = self.tool_template, self.config.episode.max_turns
+        native = template.format if self.config.actions.format == NATIVE and template else ""
+        if self.pool.chat:
+            return ChatWriter(policy, conversation, self.config.sampler, native)
         if not conversation.tools:
             return Writer(policy, conversation, system, max_turns=turns)
-        native = template.format if self.config.actions.format == NATIVE and template else ""
         return Writer(policy, conversation, system, self.pool.tools, native, template=template, max_turns=turns)
 
     def run_episodes(

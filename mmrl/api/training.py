@@ -66,7 +66,8 @@ def train(
         eval_data: held-out rows, or a dict of sets of them.
         reward: function with TRL's signature, `score(prompts, completions, **columns) -> list of numbers`; name of a
             built-in reward; (either, weight); or a list or dict of these.
-        env: environment of agents and robots: class, function that makes one, id of Gymnasium, or `module:name`.
+        env: environment of agents and robots: class, function that makes one, id of Gymnasium, or `module:name`; for
+            agents also a program, a function of (task, endpoint).
         steps: training steps.
         output_dir: run folder; by default runs/METHOD, with a number if that is taken.
         resume: continue the run in `output_dir`; functions and loaded models are given again, and compared.

@@ -43,9 +43,10 @@ class EnvironmentConfig:
 
     factory: str = MISSING
     """Function (`module:function` or `path/to/file.py:function`) or class that creates the environment: a
-    gymnasium.Env, or an object with reset(task, seed), step(action) and close(). `gymnasium:make` takes any id."""
+    gymnasium.Env, or an object with reset(task, seed), step(action) and close(). `gymnasium:make` takes any id. Or an
+    agent program: a function of (task, endpoint) that calls the model over HTTP and returns the reward."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Keyword arguments of the factory."""
+    """Keyword arguments of the factory or the program."""
     adapter: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of mmrl.agents.environments.gym.GymEnvironment, if the factory creates a gymnasium.Env."""
     workers: int = bounded(2, at_least=1)
@@ -142,6 +143,11 @@ class EnvPool(RowPool["TurnResult | Action"]):
         """JSON schemas of the environment's tools; empty if it has none."""
         self.formats: list[str] | None = hello.get("formats")
         """Formats that can express its actions; None if it does not declare any."""
+        self.chat: bool = hello["chat"]
+        """Whether it runs an agent program, whose requests are the observations."""
+        if self.chat and not config.isolate:
+            self.close()
+            raise UserError(f"{config.factory} is an agent program; it needs processes (environment.isolate: true)")
         self.has_expert: bool = hello["expert"]
         """Whether the environment has a method `expert`."""
         self.show_images = True

@@ -396,6 +396,8 @@ class Observation:
     """(H, W, 3) RGB each."""
     results: tuple[CallResult, ...] = ()
     """The parts that are results of tool calls, in call order; empty if there are none."""
+    request: str = ""
+    """The request of an agent program as JSON, which is shown instead of the text; empty in other environments."""
 
 
 @dataclass(frozen=True)
@@ -446,7 +448,7 @@ def as_observation(value: Any) -> Observation:
     """
     if isinstance(value, Observation):
         # checked again even if it is an `Observation`: users may construct one with anything
-        return _observation(value.text, list(value.images))
+        return replace(_observation(value.text, list(value.images)), request=value.request)
     if isinstance(value, str):
         return _observation(value, [])
     if isinstance(value, Mapping):
@@ -566,14 +568,14 @@ def pack_outcome(outcome: StepOutcome) -> Fields:
     if not_sent:
         info[NOT_SENT] = not_sent
     parts = (outcome.observation.text, list(outcome.observation.images), outcome.reward)
-    tree, arrays = encode([*parts, outcome.terminated, outcome.truncated, info])
+    tree, arrays = encode([*parts, outcome.terminated, outcome.truncated, info, outcome.observation.request])
     return {"outcome": tree}, arrays
 
 
 def unpack_outcome(fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> StepOutcome:
     """Decode `pack_outcome`, checked again because the other side runs users' code; raises MalformedError."""
     try:
-        text, images, reward, terminated, truncated, info = decode(fields["outcome"], arrays)
+        text, images, reward, terminated, truncated, info, request = decode(fields["outcome"], arrays)
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise MalformedError(f"the process sent something other than an outcome: {error!r:.200}") from None
-    return as_outcome((Observation(text, tuple(images)), reward, terminated, truncated, info))
+    return as_outcome((Observation(text, tuple(images), request=request), reward, terminated, truncated, info))

@@ -17,6 +17,7 @@ from mmrl.agents.environments.environment import (
     as_start,
     pack_outcome,
 )
+from mmrl.agents.environments.programs import PARAMETERS, ProgramEnvironment, is_program
 from mmrl.errors import UserError
 from mmrl.hub.foreign import seed_globals
 from mmrl.workers.loading import LoadError, check_arguments, find_function
@@ -50,6 +51,7 @@ class EnvironmentService:
         has_expert = callable(getattr(self._env, "expert", None))
         described = {str(name): str(text) for name, text in actions.items()}
         found = {"actions": described, "expert": has_expert, "tools": self._tools()}
+        found["chat"] = bool(getattr(self._env, "chat", False))
         fitting = getattr(self._env, "fitting_formats", None)
         return found | ({"formats": list(fitting())} if callable(fitting) else {})
 
@@ -115,8 +117,13 @@ def _is_named(tool: Any) -> bool:
 
 
 def open_environment(factory: str, kwargs: Mapping[str, Any], adapter: Mapping[str, Any]) -> Environment:
-    """Create an environment; a Gymnasium environment is wrapped."""
+    """Create an environment; a Gymnasium environment and an agent program are wrapped."""
     function = find_function(factory, what="environment.factory")
+    if is_program(function):
+        check_arguments(f"environment.kwargs for {factory}", function, {**dict.fromkeys(PARAMETERS), **kwargs})
+        if adapter:
+            raise LoadError(f"environment.adapter is only for Gymnasium environments; {factory} is an agent program")
+        return ProgramEnvironment(function, kwargs)
     check_arguments(f"environment.kwargs for {factory}", function, kwargs)
     try:
         env = function(**kwargs)

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from mmrl.agents.environments.agent_tasks import AgentTask
-from mmrl.agents.environments.environment import Action, ActionConfig, Observation
+from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
 from mmrl.agents.environments.native_calls import NativeAnswer, read_native
 from mmrl.agents.rollout.contexts import ResultClipper, as_message, settle_notice
 from mmrl.agents.rollout.tool_template import ToolTemplate, write_call
@@ -230,9 +230,19 @@ class Writer:
         conversation.parts.append(_Part(said, spoken=spoken))
         conversation.read.append(said)
 
-    def read(self, conversation: Conversation, ids: list[int], finish: str) -> NativeAnswer:
+    def parse(
+        self, conversation: Conversation, actions: ActionConfig, ids: list[int], text: str, finish: str
+    ) -> ParsedAnswer:
+        """The actions of the last response."""
+        if self.native:
+            return actions.accept(self.read(conversation, ids, finish, self.tools), text, finish == "length")
+        return actions.parse(text, cut=finish == "length")
+
+    def read(
+        self, conversation: Conversation, ids: list[int], finish: str, tools: Sequence[dict[str, Any]]
+    ) -> NativeAnswer:
         """The calls in the tokens of the last response, which have control tokens that its text lacks."""
-        return self._read(ids, conversation.parts[-2].prompt, self.native, self.tools, finish)
+        return self._read(ids, conversation.parts[-2].prompt, self.native, tools, finish)
 
     def write(self, action: Action) -> str:
         """The response in which an expert's action is learned; raises UserError if the template cannot write it."""

@@ -31,6 +31,7 @@ from mmrl.agents.environments.environment import (
     ParsedAnswer,
 )
 from mmrl.agents.environments.native_calls import OK, ToolCall
+from mmrl.agents.environments.programs import count_calls
 from mmrl.agents.environments.videos import Video
 from mmrl.agents.rollout.conversation import Conversation, Writer
 from mmrl.agents.rollout.episodes import Episode, EpisodeConfig, number_observation
@@ -309,13 +310,7 @@ class EpisodeRunner:
         episode.seconds.append(seconds)
         episode.finish = answer.finish
         self._writer.answer(slot.conversation, answer.ids)
-        cut = answer.finish == "length"
-        if self._writer.native:
-            parsed = self._actions.accept(
-                self._writer.read(slot.conversation, answer.ids, answer.finish), answer.text, cut
-            )
-        else:
-            parsed = self._actions.parse(answer.text, cut=cut)
+        parsed = self._writer.parse(slot.conversation, self._actions, answer.ids, answer.text, answer.finish)
         episode.errors.append(parsed.error or "")
         return parsed
 
@@ -348,7 +343,7 @@ class EpisodeRunner:
         episode.rewards[-1] += result.reward
         episode.seconds[-1] += result.seconds
         episode.refused += "action_error" in result.info
-        episode.calls += action.name != SAY
+        episode.calls += count_calls(action)
         episode.actions.append(_digest(action))
         episode.step_seconds.append(result.seconds)
         if TOOL_ERROR in result.info:
@@ -549,6 +544,6 @@ def _with_errors(seen: Observation, calls: Sequence[ToolCall]) -> Observation:
 
 
 def _equal_observations(one: Observation, other: Observation) -> bool:
-    if one.text != other.text or len(one.images) != len(other.images):
+    if (one.text, one.request) != (other.text, other.request) or len(one.images) != len(other.images):
         return False
     return all(np.array_equal(a, b) for a, b in zip(one.images, other.images, strict=True))
