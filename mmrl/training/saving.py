@@ -22,10 +22,9 @@ from mmrl.runs.run_log import RunLog
 from mmrl.runs.statistics import HEADLINES
 from mmrl.training.machines import in_first_process, on_every_machine
 from mmrl.training.processes import all_ranks, capture_global_rng, merge_lists, restore_global_rng
-from mmrl.training.recipe import Recipe, Reference
+from mmrl.training.recipe import Recipe, Reference, Updates
 from mmrl.training.settings import BaseRunConfig
 from mmrl.training.sharding import loading, saving
-from mmrl.training.update import Updater
 from mmrl.workers.interpreters import model_folder
 
 LOGGER = logging.getLogger("mmrl")
@@ -44,7 +43,7 @@ class RunSaver:
         accelerator: Accelerator,
         *,
         reference: Reference,
-        updater: Updater,
+        updater: Updates,
         tasks: Stateful,
         log: RunLog,
     ) -> None:
@@ -214,6 +213,7 @@ class RunSaver:
         # after the policy: moments belong to these weights
         self.updater.load_state_dict(state["updater"])
         self.recipe.load_state_dict(state["recipe"])
+        self.recipe.load_parts(folder)
         self.log.load_state_dict(state)
         # a run that is resumed with more processes has no states for the last ones
         restore_global_rng(state["rng"][min(self.accelerator.process_index, len(state["rng"]) - 1)])
