@@ -516,6 +516,7 @@ def _in_failed_group(group: Tensor, failed: Tensor) -> Tensor:
 
 
 def check_usable(rollouts: Rollouts) -> None:
+    """Raise NoUsableTasksError if every group has an episode whose environment failed."""
     payload = EpisodePayload.of(rollouts)
     if bool(_in_failed_group(rollouts.group, payload.failed).all()):
         reasons = sorted({reason for reason in payload.reasons if reason})

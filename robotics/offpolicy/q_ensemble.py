@@ -6,6 +6,7 @@ Shapes: E critics, B rows, S entries of the critic's state, K control steps, D e
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -52,7 +53,7 @@ class QEnsemble(nn.Module):
         sizes = [state_size + action_size, *[width] * layers, 1]
         self.weights = nn.ParameterList()
         self.biases = nn.ParameterList()
-        for inputs, outputs in zip(sizes[:-1], sizes[1:], strict=True):
+        for inputs, outputs in pairwise(sizes):
             # as in nn.Linear
             limit = 1 / math.sqrt(inputs)
             for part, shape in ((self.weights, (critics, inputs, outputs)), (self.biases, (critics, 1, outputs))):

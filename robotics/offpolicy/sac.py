@@ -31,7 +31,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -124,11 +124,13 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
                     f"{getattr(usual, name)!r}"
                 )
         if self.sim.randomization.per != "group":
-            raise ValueError("sim.randomization.per is 'episode', but every episode has its own task here; leave it out")
+            raise ValueError(
+                "sim.randomization.per is 'episode', but every episode has its own task here; leave it out"
+            )
         if self.acting.n_action_steps or self.acting.scale != "none":
             raise ValueError(
-                "robot_sac executes whole chunks of actions in -1..1; leave acting.n_action_steps and acting.scale out, "
-                "and set model.chunk to the number of control steps to execute"
+                "robot_sac executes whole chunks of actions in -1..1; leave acting.n_action_steps and acting.scale "
+                "out, and set model.chunk to the number of control steps to execute"
             )
         if self.sim.image_size:
             raise ValueError(
@@ -471,8 +473,9 @@ class RobotSacRecipe(RobotRecipe):
         chosen = f"a subset of {sac.critics.subset}" if sac.critics.subset else "all"
         entropy = " - alpha log pi(a'|o')" if sac.entropy_in_target else ""
         lines = [
-            f"robot_sac: critics minimise mean (Q(s, a) - y)^2, y = R + {sac.gamma:g}^h (1 - d) (min Q'(s', a'){entropy})",
-            f"  min over {chosen} of {sac.critics.count} critics; h executed control steps of at most {self.form.chunk}",
+            "robot_sac: critics minimise mean (Q(s, a) - y)^2",
+            f"  y = R + {sac.gamma:g}^h (1 - d) (min Q'(s', a'){entropy}), h of {self.form.chunk} steps executed",
+            f"  min over {chosen} of {sac.critics.count} critics",
             f"  actor minimises mean (alpha log pi(a|o) - {sac.actor_values} Q(s, a)), a ~ pi",
             f"  alpha keeps the entropy at {sac.temperature.target_entropy:g} nats per entry of an action",
         ]

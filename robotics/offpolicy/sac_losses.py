@@ -28,7 +28,7 @@ LOG_ALPHA = (-10.0, 2.0)
 
 
 def discounted_rewards(rewards: Tensor, steps: Tensor, gamma: float) -> Tensor:
-    """R (B,) of the executed control steps.
+    """Discounted sums R (B,) of the executed control steps.
 
     Args:
         rewards: (B, K) reward of each control step.
@@ -41,10 +41,8 @@ def discounted_rewards(rewards: Tensor, steps: Tensor, gamma: float) -> Tensor:
     return (executed * rewards.new_tensor(gamma).pow(places)).sum(1)
 
 
-def soft_targets(
-    rewards: Tensor, steps: Tensor, terminated: Tensor, next_values: Tensor, gamma: float
-) -> Tensor:
-    """y (B,), the target of all critics.
+def soft_targets(rewards: Tensor, steps: Tensor, terminated: Tensor, next_values: Tensor, gamma: float) -> Tensor:
+    """Targets y (B,) of all critics.
 
     Args:
         rewards: (B, K) reward of each control step.

@@ -59,8 +59,8 @@ class ActionPolicyConfig:
     """Folder of a saved policy, or a run folder, e.g. of a cloning run (uses its best checkpoint). Default: a new
     policy."""
     kind: str = choice("small", lambda: OPTIONS, or_function=True)
-    """Kind of a new policy: small, gaussian, squashed (for robot_sac), flow, vlm, lerobot (a frozen LeRobot policy with a
-    learned correction), lerobot_flow (LeRobot's SmolVLA, pi0 or pi0.5 with a trainable action expert), openvla (an
+    """Kind of a new policy: small, gaussian, squashed (for robot_sac), flow, vlm, lerobot (a frozen LeRobot policy with
+    a learned correction), lerobot_flow (LeRobot's SmolVLA, pi0 or pi0.5 with a trainable action expert), openvla (an
     OpenVLA-OFT folder, with action tokens or an action head), or module:function that returns an ActionPolicy or a
     module with act and log_probs. With a path, only a custom function has an effect: it builds the module whose weights
     are loaded."""
