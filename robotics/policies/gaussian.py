@@ -47,7 +47,7 @@ from robotics.policies.base.action_policy import (
     check_temperature,
 )
 from robotics.policies.base.action_tokens import draw_rows
-from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
+from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, StateEncoder, Vocabulary
 
 STD_PER = ("action", "state")
 CLONING = ("likelihood", "error")
@@ -113,7 +113,7 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
         width, size = config.encoder.width, config.action_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.encoder = self.make_encoder()
+            self.encoder: ObservationEncoder | StateEncoder = self.make_encoder()
             self.mean, state_spread = nn.Linear(width, size), nn.Linear(width, size)
             nn.init.orthogonal_(self.mean.weight, FIRST_GAIN)
             nn.init.zeros_(self.mean.bias)
@@ -123,7 +123,7 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
         by_state = config.std_per == "state"
         self.spread = state_spread if by_state else nn.Parameter(torch.full((size,), begin))
 
-    def make_encoder(self) -> nn.Module:
+    def make_encoder(self) -> ObservationEncoder | StateEncoder:
         """The encoder of observations, (B, K, W); called once, when config and vocabulary are set."""
         return ObservationEncoder(self.config.encoder, self.vocabulary, self.config.chunk)
 

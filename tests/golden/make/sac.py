@@ -139,7 +139,7 @@ def train(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def windows(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Returns, discounts and ends of windows of several steps: an episode of 4 steps that a limit cuts, and one of 3."""
+    """Returns, discounts and ends of windows: an episode of 4 steps that a limit cuts, and one of 3 that ends."""
     from stable_baselines3.common.buffers import NStepReplayBuffer
 
     rewards, size = inputs["window_rewards"], inputs["window"]

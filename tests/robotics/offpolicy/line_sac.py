@@ -47,7 +47,7 @@ def sac_config(folder, **changes):
         "batch": 16,
         "warmup_steps": 12,
         "trainer": BaseTrainerConfig(steps=4, tasks_per_step=2, learning_rate=1e-2, max_grad_norm=0.0, threads=1),
-        "checkpoint": CheckpointConfig(every=1, keep=0),
+        "checkpoint": CheckpointConfig(keep=0),
         "tracking": TrackingConfig(quiet=True, tensorboard=False),
     }
     config = RobotSacConfig(**(settings | changes))
