@@ -59,34 +59,6 @@ class NoUsableTasksError(RunError):
         self.rollouts = rollouts
 
 
-class Updates(Protocol):
-    """Turns the rollouts of a step into a better policy; see `mmrl.training.update.Updater`."""
-
-    optimiser_step: int
-    """Optimiser steps of the policy, or of the critic if it alone is trained."""
-    skipped: int
-    """Optimiser steps that were skipped because of numbers that are not finite."""
-    waited: int
-    """Optimiser steps that were not taken because nothing had a gradient."""
-
-    @property
-    def moved(self) -> bool:
-        """Whether any trained weight differs from the start of the run; all processes must call it."""
-        ...
-
-    def update(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
-        """Take the optimiser steps of a rollout step; returns metrics."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of optimisers and counters; all processes must call it."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore `state_dict`."""
-        ...
-
-
 class Recipe(ABC, Generic[PolicyT, TaskT]):
     """Stages of one method on one domain.
 
@@ -132,8 +104,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     samples_as_it_scores: ClassVar[bool] = False
     """Whether sampling and update compute log-probabilities with the same arithmetic, up to rounding."""
 
-    updates: ClassVar[Callable[..., Updates] | None] = None
-    """Class of the update in place of `mmrl.training.update.Updater`, with its arguments, for learning that is no loss
+    updates: ClassVar[Callable[..., Any] | None] = None
+    """Class of `mmrl.training.update.Updates` instead of `Updater`, with its arguments, for learning that is no loss
     over the rows of a step, such as that from a replay."""
 
     def __init__(self, config: BaseRunConfig) -> None:

@@ -22,9 +22,10 @@ from mmrl.runs.run_log import RunLog
 from mmrl.runs.statistics import HEADLINES
 from mmrl.training.machines import in_first_process, on_every_machine
 from mmrl.training.processes import all_ranks, capture_global_rng, merge_lists, restore_global_rng
-from mmrl.training.recipe import Recipe, Reference, Updates
+from mmrl.training.recipe import Recipe, Reference
 from mmrl.training.settings import BaseRunConfig
 from mmrl.training.sharding import loading, saving
+from mmrl.training.update import Updates
 from mmrl.workers.interpreters import model_folder
 
 LOGGER = logging.getLogger("mmrl")

@@ -45,11 +45,11 @@ from mmrl.training.processes import (
     versions,
 )
 from mmrl.training.ray_rollers import open_rollers
-from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, Updates, make_reference
+from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, make_reference
 from mmrl.training.saving import RunSaver
 from mmrl.training.scoring import EveryRewardFailedError, score_everywhere
 from mmrl.training.settings import BaseRunConfig, ReferenceConfig
-from mmrl.training.update import Updater, has_advantage, needs_reference, unscored, update_constants
+from mmrl.training.update import Updater, Updates, has_advantage, needs_reference, unscored, update_constants
 
 LOGGER = logging.getLogger("mmrl")
 CLOSE = 1e-3

@@ -27,7 +27,7 @@ class PriorConfig:
     """Folder of a LeRobotDataset of successful demonstrations, or `replay` of a run or of a checkpoint; empty = none.
     Its actions have to be those that were executed, and its state that of `sim`."""
     ratio: float = only_with(bounded(0.5, at_least=0, at_most=1), path=SET)
-    """Share of each batch that comes from this data."""
+    """Fraction of each batch that comes from this data."""
 
 
 def prior_records(config: PriorConfig, form: TransitionForm, sim: RobotSim) -> NDArray[np.void]:

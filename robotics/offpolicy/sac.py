@@ -167,7 +167,7 @@ class UniformPolicy:
 
 
 class SacUpdater:
-    """Adds the episodes of a step to the replay, and learns from batches of it; see `mmrl.training.recipe.Updates`."""
+    """Adds the episodes of a step to the replay, and learns from batches of it; see `mmrl.training.update.Updates`."""
 
     def __init__(
         self,
@@ -364,7 +364,7 @@ class RobotSacRecipe(RobotRecipe):
         if full is None or last is None:
             raise UserError("the simulator does not report its full state at the end; set critic_state: policy")
         parts = [payload.states, payload.last_state, full, last, payload.actions, payload.rewards, payload.steps]
-        states, ends, full, full_ends, actions, rewards, steps = (part.numpy() for part in to_host(parts))
+        states, ends, whole, whole_ends, actions, rewards, steps = (part.numpy() for part in to_host(parts))
         flags = [part.tolist() for part in to_host([payload.failed, payload.terminated, payload.success])]
         found = []
         for row, (failed, terminated, success) in enumerate(zip(*flags, strict=True)):
@@ -374,7 +374,7 @@ class RobotSacRecipe(RobotRecipe):
             found.append(
                 Experience(
                     states=np.concatenate([states[row, :count], ends[row][None]]),
-                    full=np.concatenate([full[row, :count], full_ends[row][None]]),
+                    full=np.concatenate([whole[row, :count], whole_ends[row][None]]),
                     actions=actions[row, :count],
                     rewards=rewards[row, :count],
                     steps=steps[row, :count].astype(np.int32),

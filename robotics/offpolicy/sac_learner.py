@@ -49,7 +49,7 @@ class QSettings:
     count: int = bounded(2, at_least=1)
     """E, number of critics: 2 in SAC, 10 in REDQ and RLPD."""
     subset: int = bounded(0, at_least=0)
-    """M, number of critics whose minimum makes the target, drawn anew for each update without replacement; 0 = all. 2
+    """M, number of critics whose minimum makes the target, drawn without replacement for each update; 0 = all. 2
     of 10 in REDQ and RLPD."""
     layer_norm: bool = False
     """Normalise hidden layers, as in RLPD, which keeps values of unseen actions near those of seen ones."""

@@ -115,7 +115,7 @@ class TransitionFile:
     """A file of records that grows at its end and is read through a memory map.
 
     Args:
-        path: of the file, which is made anew.
+        path: of the file, which is overwritten.
         form: sizes of a transition.
     """
 

@@ -52,7 +52,7 @@ class SquashedPolicyConfig(GaussianPolicyConfig):
     """Maximum standard deviation before the tanh."""
     cloning: str = rare(choice("error", CLONING))
     """error: mean squared error of the tanh of the mean; likelihood: negative log-density of the demonstrated actions,
-    moved to 1e-5 inside of -1 and 1, where there is none."""
+    clipped to 1e-5 inside of -1 and 1, which have no density."""
 
 
 class SquashedActionPolicy(GaussianActionPolicy):

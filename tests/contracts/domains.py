@@ -417,8 +417,8 @@ DOMAINS = {
 
 ONE_PROCESS = ("robot_sac",)
 """Recipes that refuse more than one process; `tests/robotics/offpolicy/test_sac_recipe.py` has the refusal."""
-OFFPOLICY = Domain("robot_sac", "robotics.offpolicy.sac", _offpolicy)
-"""Its updates come from a replay, without an objective."""
+OFFPOLICY = Domain("robot_grpo", "robotics.offpolicy.sac", _offpolicy)
+"""Its updates come from a replay, without an objective; simulator, policy and evaluation are those of robot_grpo."""
 FLOW3D = Domain("flow3d", "robotics.flow3d.methods.flow3d_recipe", _flow3d)
 """Its recipes learn from given clips, without an objective, or with the loss of AWM."""
 TSPO = Domain("tspo", "mmrl.vlm.tspo.tspo_config", _tspo)
