@@ -3,9 +3,9 @@
     from robotics import ModuleAdapter, RobotGrpoConfig, TabletopBatch
 
 The rooms are `robotics.sim` (MuJoCo scenes, Gymnasium environments, workers, rendering), `robotics.data` (the format
-LeRobotDataset v3), `robotics.methods` (cloning, GRPO, PPO, SRPO), `robotics.serving` (a policy behind a websocket) and
-`robotics.flow3d` (3D flow of objects: its world model, planner and rewards). Importing the package loads none of them,
-only what is taken from it.
+LeRobotDataset v3), `robotics.methods` (cloning, GRPO, PPO, SRPO), `robotics.offpolicy` (SAC from a replay),
+`robotics.serving` (a policy behind a websocket) and `robotics.flow3d` (3D flow of objects: its world model, planner and
+rewards). Importing the package loads none of them, only what is taken from it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,15 @@ _NAMES = {
     "robotics.methods.progress": ("ProgressSettings", "progress_rewards"),
     "robotics.methods.srpo": ("SrpoConfig", "SrpoRecipe"),
     "robotics.methods.video_encoder": ("VideoEncoder", "train_video_encoder"),
+    "robotics.offpolicy.sac": ("RobotSacConfig", "RobotSacRecipe"),
+    "robotics.offpolicy.sac_learner": ("SacLearner", "SacSettings"),
     "robotics.policies.base.action_tokens": ("RowGenerators", "draw_rows"),
     "robotics.policies.base.action_policy": ("ActionPolicy", "PolicyInputs", "open_policy"),
     "robotics.policies.flow": ("FlowActionPolicy", "FlowPolicyConfig"),
     "robotics.policies.gaussian": ("GaussianActionPolicy", "GaussianPolicyConfig"),
     "robotics.policies.policy_loading": ("ActionPolicyConfig", "load_action_policy"),
     "robotics.policies.module": ("ModuleAdapter",),
+    "robotics.policies.squashed": ("SquashedActionPolicy", "SquashedPolicyConfig"),
     "robotics.policies.small": ("SmallVlaConfig", "SmallVlaPolicy"),
     "robotics.policies.vlm": ("VlmActionConfig", "VlmActionPolicy"),
     "robotics.scenes.arms": ("ARMS",),

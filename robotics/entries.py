@@ -38,6 +38,12 @@ RECIPES = (
         "Schulman et al., PPO, arXiv 1707.06347, with an asymmetric critic, arXiv 1710.06542",
     ),
     RecipeEntry(
+        "robot_sac",
+        "robotics.offpolicy.sac:RobotSacRecipe:RobotSacConfig",
+        "soft actor-critic from a replay of all episodes, with chunks of actions and any number of critics",
+        "Haarnoja et al., SAC, arXiv 1801.01290 and 1812.05905",
+    ),
+    RecipeEntry(
         "robot_distil",
         "robotics.methods.distillation:RobotDistilRecipe:RobotDistilConfig",
         "distillation of a robot policy from a larger or earlier one, in states that the student itself reaches (OPD)",
@@ -132,6 +138,22 @@ METRICS = {
         "Number of initial states so far for which no flow could be predicted; they are not trained on."
     ),
     "flow/failed_tracks": "Number of episodes so far in which the tracker lost the object; they are not trained on.",
+    "episode/return/<greedy|sampled>": (
+        "Mean sum of the environment's own rewards over the evaluation's episodes, unless these are potentials."
+    ),
+    "replay/transitions": "Number of decisions in the replay.",
+    "replay/control_steps": "Number of control steps in the replay, those of the warm-up included.",
+    "sac/updates": "Number of updates of the critics so far.",
+    "sac/q": "Mean value that the critics give to the executed actions of the batches.",
+    "sac/q_prior": "The same for transitions of prior data, if batches have both kinds.",
+    "sac/q_online": "The same for transitions of the run's own replay, if batches have both kinds.",
+    "sac/td_error": "Mean distance between the mean value of the critics and its target.",
+    "sac/target_max": "Largest target of the step.",
+    "sac/entropy": "Mean of -log pi at sampled actions, in nats per entry of an action.",
+    "sac/alpha": "Weight of entropy.",
+    "loss/critic": "Mean squared error of the critics.",
+    "loss/actor": "Loss of the actor: alpha log pi - Q at sampled actions.",
+    "loss/temperature": "Loss of log alpha.",
     "bc/loss": "Loss of behaviour cloning.",
     "bc/token_accuracy": "Fraction of action tokens whose demonstrated value is the most likely one.",
     "bc/action_error": "Mean distance between the most likely and the demonstrated action, on the scale -1..1.",

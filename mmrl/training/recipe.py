@@ -104,6 +104,10 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     samples_as_it_scores: ClassVar[bool] = False
     """Whether sampling and update compute log-probabilities with the same arithmetic, up to rounding."""
 
+    updates: ClassVar[Callable[..., Any] | None] = None
+    """Class of `mmrl.training.update.Updates` instead of `Updater`, with its arguments, for learning that is no loss
+    over the rows of a step, such as that from a replay."""
+
     def __init__(self, config: BaseRunConfig) -> None:
         self.config: Any = config
         if any(term.shuffle for term in getattr(config, "rewards", ())):
@@ -318,7 +322,10 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
             term.load_state_dict(state["terms"][term.name])
 
     def save_parts(self, folder: Path) -> None:
-        """Write additional weights into a checkpoint for use outside the run; resuming reads `state_dict` instead."""
+        """Write additional files into a checkpoint: weights for use outside the run, or what `load_parts` reads."""
+
+    def load_parts(self, folder: Path) -> None:
+        """Read from a checkpoint what is too large for `state_dict`; called after `load_state_dict`."""
 
     def data_digest(self) -> str:
         """Digest of the training tasks' contents, used to detect different data when resuming."""

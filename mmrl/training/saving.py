@@ -25,7 +25,7 @@ from mmrl.training.processes import all_ranks, capture_global_rng, merge_lists, 
 from mmrl.training.recipe import Recipe, Reference
 from mmrl.training.settings import BaseRunConfig
 from mmrl.training.sharding import loading, saving
-from mmrl.training.update import Updater
+from mmrl.training.update import Updates
 from mmrl.workers.interpreters import local_model
 
 LOGGER = logging.getLogger("mmrl")
@@ -44,7 +44,7 @@ class RunSaver:
         accelerator: Accelerator,
         *,
         reference: Reference,
-        updater: Updater,
+        updater: Updates,
         tasks: Stateful,
         log: RunLog,
     ) -> None:
@@ -214,6 +214,7 @@ class RunSaver:
         # after the policy: moments belong to these weights
         self.updater.load_state_dict(state["updater"])
         self.recipe.load_state_dict(state["recipe"])
+        self.recipe.load_parts(folder)
         self.log.load_state_dict(state)
         # a run that is resumed with more processes has no states for the last ones
         restore_global_rng(state["rng"][min(self.accelerator.process_index, len(state["rng"]) - 1)])

@@ -49,7 +49,7 @@ from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, make_referenc
 from mmrl.training.saving import RunSaver
 from mmrl.training.scoring import EveryRewardFailedError, score_everywhere
 from mmrl.training.settings import BaseRunConfig, ReferenceConfig
-from mmrl.training.update import Updater, has_advantage, needs_reference, unscored, update_constants
+from mmrl.training.update import Updater, Updates, has_advantage, needs_reference, unscored, update_constants
 
 LOGGER = logging.getLogger("mmrl")
 CLOSE = 1e-3
@@ -134,7 +134,7 @@ class RunCounts:
         return {key: count - self._known[name][key] for key, count in counter.items()}
 
 
-def outcome(recipe: Recipe[Any, Any], updater: Updater, log: RunLog, steps: int) -> dict[str, str]:
+def outcome(recipe: Recipe[Any, Any], updater: Updates, log: RunLog, steps: int) -> dict[str, str]:
     """Status of a run at its last step; if it learned nothing, also the reason, which is logged as a warning.
 
     Every process calls it.
@@ -156,7 +156,7 @@ def outcome(recipe: Recipe[Any, Any], updater: Updater, log: RunLog, steps: int)
     return {"status": DONE}
 
 
-def _causes(recipe: Recipe[Any, Any], updater: Updater, log: RunLog) -> Iterator[str]:
+def _causes(recipe: Recipe[Any, Any], updater: Updates, log: RunLog) -> Iterator[str]:
     """Reason why no optimiser step was taken, from the run's counts."""
     totals = log.totals
     if updater.skipped:
@@ -295,7 +295,8 @@ class Trainer:
             raise UserError(f"reference.kind is {reference.kind}, but nothing in this run uses a reference policy")
         self.reference = make_reference(reference, recipe.policy, needed=needed, start=recipe.start)
         self.heap = HeapTrimmer(enabled=config.trainer.release_memory and accelerator.device.type == "cpu")
-        self.updater = Updater(recipe, accelerator, self.reference, run_dir / "failures", self.heap)
+        kind = type(recipe).updates or Updater
+        self.updater: Updates = kind(recipe, accelerator, self.reference, run_dir / "failures", self.heap)
         self.log = RunLog(run_dir, accelerator.device, tracker)
         self.log.warnings.variety = recipe.variety
         self.log.warnings.alarms = getattr(recipe, "alarms", {})  # most recipes have none

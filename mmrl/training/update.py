@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
@@ -194,6 +194,34 @@ def _visible(value: Tensor, mask: Tensor) -> Tensor:
 
 def _digest(weights: Sequence[nn.Parameter]) -> list[int]:
     return [int(found) for found in to_host([sum_of_bits(local(weight.detach())) for weight in weights])]
+
+
+class Updates(Protocol):
+    """Turns the rollouts of a step into a better policy; `Recipe.updates` may name another class than `Updater`."""
+
+    optimiser_step: int
+    """Optimiser steps of the policy, or of the critic if it alone is trained."""
+    skipped: int
+    """Optimiser steps that were skipped because of numbers that are not finite."""
+    waited: int
+    """Optimiser steps that were not taken because nothing had a gradient."""
+
+    @property
+    def moved(self) -> bool:
+        """Whether any trained weight differs from the start of the run; all processes must call it."""
+        ...
+
+    def update(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
+        """Take the optimiser steps of a rollout step; returns metrics."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of optimisers and counters; all processes must call it."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore `state_dict`."""
+        ...
 
 
 class Updater:

@@ -142,6 +142,8 @@ class Episodes:
     """(B, C, D) float32, log-probability of each decision when sampled; 0 if no decision was made."""
     actions: list[NDArray[np.float32]] = field(default_factory=list)
     """(steps, A) executed actions of each row, in the simulator's -1..1."""
+    rewards: list[NDArray[np.float32]] = field(default_factory=list)
+    """(steps,) the environment's reward of each control step of each row; a failed row ends in NaN."""
 
 
 def action_scale(policy: Any, settings: ActingSettings) -> ActionStatistics | None:
@@ -250,6 +252,7 @@ def run_episodes(
         payload=EpisodePayload.concat([part.payload for part in parts]),
         logp=torch.cat([nn.functional.pad(part.logp, (0, 0, 0, width - part.logp.shape[1])) for part in parts]),
         actions=[actions for part in parts for actions in part.actions],
+        rewards=[rewards for part in parts for rewards in part.rewards],
     )
 
 
@@ -335,6 +338,7 @@ class _Recorder:
         self.device = device
         self.chunks: list[list[dict[str, Any]]] = [[] for _ in rows]
         self.actions: list[list[NDArray[np.float32]]] = [[] for _ in rows]
+        self.rewards: list[list[NDArray[np.float32]]] = [[] for _ in rows]
         self.frames: list[list[NDArray[np.uint8]]] = [[] for _ in rows]
         # the observation after the last chunk of each row; an episode that never starts keeps its first
         self.last = [_state_and_image(started.observation, row) for row in rows]
@@ -371,6 +375,7 @@ class _Recorder:
             # decisions may live on the GPU until `close` stacks them
             self.chunks[row].append(chunk | {"decisions": choice.decisions[index], "logp": choice.logp[index]})
             self.actions[row].append(actions[index, :steps])
+            self.rewards[row].append(result.rewards[index, :steps].astype(np.float32))
             if row in result.frames:
                 self.frames[row].append(result.frames[row])
             if result.object_poses is not None:
@@ -417,7 +422,8 @@ class _Recorder:
             drawn=[self.started.drawn.get(row) for row in rows] if self.started.drawn else [],
         )
         actions = [np.concatenate(part) if part else np.zeros((0, 0), np.float32) for part in self.actions]
-        return Episodes(payload, self._stack("logp", example["logp"]).float(), actions)
+        rewards = [np.concatenate(part) if part else np.zeros(0, np.float32) for part in self.rewards]
+        return Episodes(payload, self._stack("logp", example["logp"]).float(), actions, rewards)
 
     def _moved(self, values: NDArray[Any]) -> Tensor:
         return to_device(torch.from_numpy(values), self.device)

@@ -197,6 +197,9 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
         metrics = self.success_rates(rows, "task")
         steps = [row["steps"] for row in finished if row["success"]]
         metrics[f"episode/steps_to_success/{self.protocol}"] = mean_or_nan(steps)
+        # a sum of potentials says nothing
+        if finished and not getattr(self.sim, "potential_rewards", False) and finished[0]["return"] is not None:
+            metrics[f"episode/return/{self.protocol}"] = mean_or_nan([row["return"] for row in finished])
         return metrics | {f"episode/failed/{self.protocol}": float(len(rows) - len(finished))}
 
     def record(self, row: Row) -> SampleRecord:

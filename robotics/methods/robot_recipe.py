@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from diffusion.models.ema import EMAWeights
 from mmrl.core.blocks.turns import DURATION
 from mmrl.core.loss import Metric
-from mmrl.core.objectives.objective import PolicyOutputs
+from mmrl.core.objectives.objective import Objective, PolicyOutputs
 from mmrl.core.payload import to_device, to_host
 from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
@@ -324,11 +324,15 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
 
     def __init__(self, config: RobotConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config)
-        self.objective = make_objective(config.objective)
+        self.objective = self.make_objective()
         self.open(config, policy, sim)
         self._starts_differ = False
         self.old = OldPolicy(self.policy) if "kl_old" in self.objective.needs else None
         self.terms = [] if self.old is None else [self.old]
+
+    def make_objective(self) -> Objective:
+        """The objective of the configuration."""
+        return make_objective(self.config.objective)
 
     @abstractmethod
     def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
@@ -359,7 +363,7 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
             self._starts_differ = self._starts_differ or self._warn_of_unequal_starts(episodes.payload, group)
         rollouts = self.pack(episodes, group, policy)
         # after `_note`, so that failures are counted even if the step is thrown away
-        _check_usable(rollouts)
+        check_usable(rollouts)
         return rollouts
 
     def _warn_of_unequal_starts(self, payload: EpisodePayload, group: Tensor) -> bool:
@@ -511,7 +515,8 @@ def _in_failed_group(group: Tensor, failed: Tensor) -> Tensor:
     return failures[group] > 0
 
 
-def _check_usable(rollouts: Rollouts) -> None:
+def check_usable(rollouts: Rollouts) -> None:
+    """Raise NoUsableTasksError if every group has an episode whose environment failed."""
     payload = EpisodePayload.of(rollouts)
     if bool(_in_failed_group(rollouts.group, payload.failed).all()):
         reasons = sorted({reason for reason in payload.reasons if reason})

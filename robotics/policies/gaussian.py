@@ -25,7 +25,7 @@ Source: PPO, arXiv 1707.06347; vwxyzjn/cleanrl cleanrl/ppo_continuous_action.py 
 
 Differences: `ppo_continuous_action.py` and Stable-Baselines3's PPO do not bound sigma and start at 1, where a third of
 the samples of an entry would be clipped here; Stable-Baselines3's SAC clamps log sigma, which has no gradient outside
-the range. There is no tanh on the action as in SAC, because demonstrations of -1 or 1 would have no density.
+the range. There is no tanh on the action, because demonstrations of -1 or 1 would have no density; `squashed` has one.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from robotics.policies.base.action_policy import (
     check_temperature,
 )
 from robotics.policies.base.action_tokens import draw_rows
-from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
+from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, StateEncoder, Vocabulary
 
 STD_PER = ("action", "state")
 CLONING = ("likelihood", "error")
@@ -113,7 +113,7 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
         width, size = config.encoder.width, config.action_size
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            self.encoder = ObservationEncoder(config.encoder, vocabulary, config.chunk)
+            self.encoder: ObservationEncoder | StateEncoder = self.make_encoder()
             self.mean, state_spread = nn.Linear(width, size), nn.Linear(width, size)
             nn.init.orthogonal_(self.mean.weight, FIRST_GAIN)
             nn.init.zeros_(self.mean.bias)
@@ -122,6 +122,10 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
         nn.init.constant_(state_spread.bias, begin)
         by_state = config.std_per == "state"
         self.spread = state_spread if by_state else nn.Parameter(torch.full((size,), begin))
+
+    def make_encoder(self) -> ObservationEncoder | StateEncoder:
+        """The encoder of observations, (B, K, W); called once, when config and vocabulary are set."""
+        return ObservationEncoder(self.config.encoder, self.vocabulary, self.config.chunk)
 
     def act(
         self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False

@@ -32,6 +32,7 @@ Served = TypeVar("Served", bound=LeRobotServerConfig)
 OPTIONS = {
     "small": "robotics.policies.small:SmallVlaConfig",
     "gaussian": "robotics.policies.gaussian:GaussianPolicyConfig",
+    "squashed": "robotics.policies.squashed:SquashedPolicyConfig",
     "flow": "robotics.policies.flow:FlowPolicyConfig",
     "vlm": "robotics.policies.vlm:VlmActionConfig",
     "lerobot": "robotics.policies.lerobot.gaussian:LeRobotPolicyConfig",
@@ -47,7 +48,7 @@ RESCALED = (
     "wrap the environment so that its action space is a Box of -1..1 with the same meaning as in the policy's data; "
     "for normalised data, gymnasium.wrappers.RescaleAction does this"
 )
-ONE_CAMERA = ("small", "gaussian", "flow", "vlm")
+ONE_CAMERA = ("small", "gaussian", "squashed", "flow", "vlm")
 
 
 @dataclass
@@ -58,10 +59,11 @@ class ActionPolicyConfig:
     """Folder of a saved policy, or a run folder, e.g. of a cloning run (uses its best checkpoint). Default: a new
     policy."""
     kind: str = choice("small", lambda: OPTIONS, or_function=True)
-    """Kind of a new policy: small, gaussian, flow, vlm, lerobot (a frozen LeRobot policy with a learned correction),
-    lerobot_flow (LeRobot's SmolVLA, pi0 or pi0.5 with a trainable action expert), openvla (an OpenVLA-OFT folder, with
-    action tokens or an action head), or module:function that returns an ActionPolicy or a module with act and
-    log_probs. With a path, only a custom function has an effect: it builds the module whose weights are loaded."""
+    """Kind of a new policy: small, gaussian, squashed (for robot_sac), flow, vlm, lerobot (a frozen LeRobot policy with
+    a learned correction), lerobot_flow (LeRobot's SmolVLA, pi0 or pi0.5 with a trainable action expert), openvla (an
+    OpenVLA-OFT folder, with action tokens or an action head), or module:function that returns an ActionPolicy or a
+    module with act and log_probs. With a path, only a custom function has an effect: it builds the module whose weights
+    are loaded."""
     chunk: int = bounded(8, at_least=1)
     """K, control steps that a new policy predicts at once; for openvla, the number it was trained with. Saved policies
     and LeRobot's keep their own."""
@@ -336,6 +338,7 @@ def _one_camera(what: str, views: tuple[str, ...]) -> UserError:
 POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, int], ActionPolicy]] = {
     "small": _encoded,
     "gaussian": _encoded,
+    "squashed": _encoded,
     "flow": _encoded,
     "vlm": _vlm,
     "lerobot": _lerobot,

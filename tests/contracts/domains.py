@@ -56,8 +56,8 @@ def domain_of(recipe: str) -> Domain:
 
 def make_low(name: str, precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Configuration of a recipe in bf16 or fp16, without evaluations; skips what has none and missing modules."""
-    if name == "hnpg":
-        pytest.skip("natural-gradient steps use full precision")
+    if name in ("hnpg", "robot_sac"):
+        pytest.skip("natural-gradient steps and critics of a replay use full precision")
     domain = domain_of(name)
     for module in domain.needs:
         pytest.importorskip(module)
@@ -78,6 +78,15 @@ def run(config: Any, folder: Path, steps: int, resume: bool = False) -> tuple[Tr
     if resume:
         trainer.resume()
     losses: list[float] = []
+    if trainer.recipe.updates is not None:  # its loss is not over the rows of a step
+        update = trainer.updater.update
+
+        def counted(*args: Any) -> dict[str, float]:
+            metrics = update(*args)
+            losses.append(metrics["loss/critic"])
+            return metrics
+
+        trainer.updater.update = counted  # type: ignore[method-assign]
     loss = trainer.recipe.loss
 
     def noted(*args: Any, **options: Any) -> Any:
@@ -368,6 +377,14 @@ def _cloning(folder: Path) -> dict[str, Any]:
     }
 
 
+def _offpolicy(name: str, folder: Path) -> Any:
+    from tests.robotics.offpolicy.line_sac import sac_config
+
+    config = sac_config(folder / "run", checkpoint=CheckpointConfig(every=1))
+    config.trainer.steps = 2
+    return config
+
+
 def _flow3d(name: str, folder: Path) -> Any:
     if name == "flow3d_awm":
         from robotics.flow3d.methods.samples import ExplorationConfig
@@ -398,10 +415,14 @@ DOMAINS = {
     "robotics": Domain("robot_grpo", "robotics.methods.robot_recipe", _robotics),
 }
 
+ONE_PROCESS = ("robot_sac",)
+"""Recipes that refuse more than one process; `tests/robotics/offpolicy/test_sac_recipe.py` has the refusal."""
+OFFPOLICY = Domain("robot_grpo", "robotics.offpolicy.sac", _offpolicy)
+"""Its updates come from a replay, without an objective; simulator, policy and evaluation are those of robot_grpo."""
 FLOW3D = Domain("flow3d", "robotics.flow3d.methods.flow3d_recipe", _flow3d)
 """Its recipes learn from given clips, without an objective, or with the loss of AWM."""
 TSPO = Domain("tspo", "mmrl.vlm.tspo.tspo_config", _tspo)
 """Its decisions are frames; the objectives are tried on tokens alone."""
 GUI = Domain("aepo", "mmrl.gui.grounding.aepo", _gui)
 """Its recipes are those of the vlm room with other questions, so the objectives are tried there alone."""
-OTHERS = (GUI, FLOW3D, TSPO)
+OTHERS = (GUI, FLOW3D, TSPO, OFFPOLICY)

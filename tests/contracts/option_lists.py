@@ -297,6 +297,19 @@ OWN: dict[str, dict[str, str]] = {
         ("model.options.label_smoothing", "model.options.label_spread"), "for learning from demonstrations"
     ),
     "robot_ppo": ROBOT,
+    "robot_sac": {
+        **dict.fromkeys(
+            (
+                *("model.options.encoder.channels", "model.options.encoder.keypoints"),
+                *("model.options.encoder.octaves", "model.options.encoder.condition_queries"),
+                "model.options.encoder.words",
+            ),
+            "for images, which robot_sac has none of, and a limit",
+        ),
+        "model.options.cloning": "for learning from demonstrations",
+        "capacity": "the replay of a tiny run is smaller; tests/robotics/offpolicy/test_sac_recipe.py",
+        "critic_state": "the full state of the walk's simulator is that of the policy",
+    },
     "srpo": {
         **ROBOT,
         "progress.invalid": "no trajectory of the walk is invalid",

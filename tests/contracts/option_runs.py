@@ -217,6 +217,15 @@ def _randomised(config: Any, folder: Path) -> Any:
     return config
 
 
+def _tabletop_states(config: Any, folder: Path) -> Any:
+    from robotics.policies.policy_loading import ActionPolicyConfig
+
+    config = _randomised(config, folder)
+    config.sim.image_size, config.sim.state = 0, "full"
+    config.model = ActionPolicyConfig("", "squashed", 2, {"encoder": {**TINY_ENCODER, "image_size": None}})
+    return config
+
+
 def _policy(kind: str, **options: Any) -> Callable[[Any, Path], Any]:
     def change(config: Any, folder: Path) -> Any:
         from robotics.policies.policy_loading import ActionPolicyConfig
@@ -374,6 +383,7 @@ VARIANTS = [
     # robots
     Variant(("sim.", "acting.", "logp_level", "data.", "model.options.", "evaluation."), _tabletop, ROBOTS),
     Variant(("sim.randomization.", "data."), _randomised, ROBOTS),
+    Variant(("sim.", "acting.", "data.", "model.options.", "evaluation."), _tabletop_states, ("robot_sac",)),
     Variant(("model.options.", "acting.", "logp_level"), _policy("gaussian"), ("robot_grpo", "robot_clone")),
     Variant(("model.options.", "acting.", "logp_level"), _policy("flow"), ("robot_grpo", "robot_clone")),
     Variant(("model.options.",), _policy("flow", noise="learned"), ("robot_grpo", "robot_clone")),

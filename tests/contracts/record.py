@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from mmrl.files import write_atomically
 from mmrl.recipes import RECIPES
+from tests.contracts.domains import ONE_PROCESS
 
 FOLDER = Path(__file__).parent
 FILE, ROWS = FOLDER / "record.json", FOLDER / "processes.jsonl"
@@ -194,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
 
     parser = argparse.ArgumentParser(prog="python -m tests.contracts.record", description=__doc__.partition("\n")[0])
     parser.add_argument("ways", nargs="*", metavar="WAY", help=", ".join(WAYS))  # Python 3.11 refuses none of choices
-    names = [*RECIPES, *OBJECTIVES]
+    names = [*(name for name in RECIPES if name not in ONE_PROCESS), *OBJECTIVES]
     parser.add_argument("--recipe", action="append", choices=names, metavar="NAME", help="repeatable")
     given = parser.parse_args(argv)
     if unknown := set(given.ways) - set(WAYS):

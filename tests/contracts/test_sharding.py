@@ -12,6 +12,7 @@ from mmrl.runs.checkpoint import Checkpoints
 from mmrl.training.processes import make_accelerator, merge_lists
 from mmrl.training.sharding import is_part, saving
 from mmrl.training.trainer import Trainer
+from tests.contracts.domains import ONE_PROCESS
 from tests.contracts.options import with_changes
 from tests.contracts.test_two_processes import STEPS, assert_same, make, train, train_in_double, train_in_two
 
@@ -43,7 +44,7 @@ def configured(name: str, folder: Path) -> Any:
 
 
 def every() -> list[Any]:
-    names = (*RECIPES, *VARIANTS)
+    names = (*(name for name in RECIPES if name not in ONE_PROCESS), *VARIANTS)
     return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 

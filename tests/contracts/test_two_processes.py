@@ -22,12 +22,13 @@ from mmrl.recipes import RECIPES
 from mmrl.runs.tracking import build_tracker
 from mmrl.training.processes import make_accelerator, merge_in_order, sum_gradients
 from mmrl.training.trainer import StopSignals, Trainer
-from tests.contracts.domains import domain_of, weights
+from tests.contracts.domains import ONE_PROCESS, domain_of, weights
 from tests.contracts.double import ROUNDING, computes_in_double, in_double
 from tests.contracts.options import with_changes
 from tests.programs import fork_context
 
 STEPS, LIMIT_S = 3, 240
+MANY = [name for name in RECIPES if name not in ONE_PROCESS]
 QUICK = ("sft", "distil", "robot_ppo", "flow3d")
 """The others take as long and are run with the slow tests."""
 CONTROLS = {
@@ -220,7 +221,7 @@ def without(row: dict[str, Any]) -> dict[str, Any]:
 
 def every(quick: tuple[str, ...]) -> list[Any]:
     """The names of all runs, those that are not quick marked as slow."""
-    names = (*RECIPES, *CONTROLS)
+    names = (*MANY, *CONTROLS)
     return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
@@ -233,7 +234,7 @@ def test_two_processes_sample_and_learn_what_one_does(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", MANY)
 def test_three_processes_sample_and_learn_what_one_does(name, tmp_path):
     config = make(name, tmp_path, tasks=6)
     if name == "digirl":

@@ -391,6 +391,7 @@ def check_temperature(temperature: float) -> None:
 SAVED_POLICIES = {
     "small": "robotics.policies.small:SmallVlaPolicy",
     "gaussian": "robotics.policies.gaussian:GaussianActionPolicy",
+    "squashed": "robotics.policies.squashed:SquashedActionPolicy",
     "flow": "robotics.policies.flow:FlowActionPolicy",
     "vlm": "robotics.policies.vlm:VlmActionPolicy",
     "lerobot": "robotics.policies.lerobot.gaussian:LeRobotPolicy",

@@ -262,6 +262,52 @@ class ObservationEncoder(nn.Module):
         return batch.state
 
 
+class StateEncoder(nn.Module):
+    """Encodes a state and an instruction into the outputs (B, K, W) for K control steps."""
+
+    def __init__(self, config: EncoderConfig, vocabulary: Vocabulary, queries: int) -> None:
+        super().__init__()
+        if config.state_size is None:
+            raise UserError("the policy has neither images nor a state as input; set image_size or state_size")
+        self.config = config
+        self.vocabulary = vocabulary
+        self.queries = queries
+        self.scale = StateScale(config.state_size)
+        widths = [config.width] * (config.layers - 1) + [config.width * queries]
+        self.state = nn.Linear(config.state_size, widths[0])
+        self.words = nn.Embedding(len(vocabulary), widths[0], padding_idx=PADDING)
+        self.layers = nn.ModuleList(nn.Linear(config.width, width) for width in widths[1:])
+
+    def forward(self, batch: PolicyInputs) -> Tensor:
+        """Encode B rows.
+
+        Gradient: into all weights.
+        """
+        batch = batch.to(self.state.weight.device)
+        found = None if batch.state is None else batch.state.shape[1]
+        if batch.state is None or found != self.config.state_size:
+            raise UserError(f"the policy expects a state of {self.config.state_size} entries, got {found or 'none'}")
+        hidden = (self.state(self.scale(batch.state)) + self._instructions(batch.instructions)).relu()
+        for layer in self.layers:
+            hidden = layer(hidden).relu()
+        return hidden.unflatten(-1, (self.queries, self.config.width))
+
+    def scale_states(self, statistics: StateStatistics) -> None:
+        """Set the state statistics of a dataset."""
+        self.scale.set(statistics)
+
+    def _instructions(self, texts: tuple[str, ...]) -> Tensor:
+        """(B, W), the mean of the word vectors; each distinct text is encoded once."""
+        distinct = list(dict.fromkeys(texts))
+        words = self.vocabulary.encode(distinct, self.config.words).to(self.state.weight.device)
+        real = (words != PADDING).sum(1, keepdim=True)
+        means = self.words(words).sum(1) / real
+        if len(distinct) == 1:
+            return means
+        number = {text: place for place, text in enumerate(distinct)}
+        return means[torch.tensor([number[text] for text in texts], device=means.device)]
+
+
 class InstructionEncoder(nn.Module):
     """Encodes words to one vector; texts are padded to a fixed length so that they do not depend on each other."""
 
@@ -366,7 +412,7 @@ class EncodedPolicy(nn.Module):
     """Dataclass of the configuration, with a field `encoder`."""
     config: Any
     vocabulary: Vocabulary
-    encoder: ObservationEncoder
+    encoder: ObservationEncoder | StateEncoder
     statistics: ActionStatistics | None
     action_size: int
     action_bounds: ActionRange | None

@@ -1,0 +1,73 @@
+"""Tiny runs of robot_sac on the line, and episodes of made-up numbers."""
+
+import numpy as np
+
+from mmrl.runs.tracking import TrackingConfig
+from mmrl.training.processes import make_accelerator, seed_everything
+from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig
+from mmrl.training.trainer import Trainer
+from robotics.episodes.payload import EpisodeSetConfig
+from robotics.offpolicy.sac import RobotSacConfig, RobotSacRecipe
+from robotics.offpolicy.sac_learner import QSettings, SacSettings
+from robotics.offpolicy.transitions import Experience, TransitionForm
+from robotics.policies.policy_loading import ActionPolicyConfig
+from robotics.sim.opening import SimConfig
+
+FORM = TransitionForm(state=3, full=4, chunk=2, action=2)
+TINY = {"width": 32, "layers": 1}
+
+
+def episode(length, seed=0, form=FORM, terminated=False, last=None):
+    """An episode of random numbers, whose last chunk executes `last` control steps."""
+    rng = np.random.default_rng(seed)
+    steps = np.full(length, form.chunk, np.int32)
+    steps[-1] = last or form.chunk
+    executed = np.arange(form.chunk) < steps[:, None]
+    return Experience(
+        states=rng.normal(size=(length + 1, form.state)).astype(np.float32),
+        full=rng.normal(size=(length + 1, form.full)).astype(np.float32),
+        actions=rng.uniform(-1, 1, (length, form.chunk, form.action)).astype(np.float32),
+        rewards=(rng.normal(size=(length, form.chunk)) * executed).astype(np.float32),
+        steps=steps,
+        task=seed % 2,
+        instruction=("go right", "go left")[seed % 2],
+        terminated=terminated,
+        success=terminated,
+    )
+
+
+def sac_config(folder, **changes):
+    settings = {
+        "recipe": "robot_sac",
+        "output_dir": str(folder),
+        "sim": SimConfig(kind="tests.robotics.line_sim:open_line", image_size=0),
+        "model": ActionPolicyConfig(kind="squashed", chunk=1, options={"encoder": {**TINY, "image_size": None}}),
+        "data": EpisodeSetConfig(tasks=["right"], layouts=20),
+        "sac": SacSettings(critics=QSettings(width=16)),
+        "batch": 16,
+        "warmup_steps": 12,
+        "trainer": BaseTrainerConfig(steps=4, tasks_per_step=2, learning_rate=1e-2, max_grad_norm=0.0, threads=1),
+        "checkpoint": CheckpointConfig(keep=0),
+        "tracking": TrackingConfig(quiet=True, tensorboard=False),
+    }
+    config = RobotSacConfig(**(settings | changes))
+    config.reward.potential = 1.0
+    config.validate()
+    return config
+
+
+def trainer_of(config, folder, steps=4):
+    config.trainer.steps = steps
+    seed_everything(config.seed)
+    return Trainer(RobotSacRecipe(config), config, folder, make_accelerator(), None)
+
+
+def weights_of(trainer):
+    """All learned numbers: policy, critics, targets, temperature and moments."""
+    state = trainer.updater.state_dict()["learner"]
+    found = {f"actor {name}": part for name, part in trainer.policy.state_dict().items()}
+    for name in ("critics", "targets"):
+        found |= {f"{name} {key}": part for key, part in state[name].items()}
+    for name, one in state["optimizers"].items():
+        found |= {f"{name} {n} {key}": part for n, own in one["state"].items() for key, part in own.items()}
+    return found | {"log_alpha": state["log_alpha"]}
