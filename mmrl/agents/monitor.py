@@ -169,6 +169,8 @@ def episode_metrics(seen: Mapping[str, float]) -> dict[str, float]:
     # no result at all: NaN, which the log shows as missing
     results, answers = seen.get("results", 0) or math.nan, seen.get("answers", 0) or math.nan
     found = {f"episode/{name}": seen.get(name, 0) / results for name in ("success", "return", "turns", "below_silence")}
+    if seconds := seen.get("rollout_s"):
+        found["sampler/idle"] = seen.get("idle_s", 0) / seconds
     kinds = [name for name in seen if name.startswith("tool_errors/")]
     return found | {f"episode/{name}": seen.get(name, 0) / answers for name in (*BY_ANSWER, *sorted(kinds))}
 

@@ -45,6 +45,8 @@ TEXT_CHARS = 20_000
 """Maximum number of characters kept of a worker's description of an exception."""
 
 Answer: TypeAlias = "Message | WorkerFailure"
+Check: TypeAlias = "Callable[[Request, Message], WorkerFailure | None]"
+"""Returns what is wrong with an answer, or None."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,9 @@ class Worker:
         begun = max(self._since, self.handle.taken_at)
         if self.handle.loading_at > begun:  # imports are not the request's time, within the limit of a start
             begun = min(self.handle.loading_at + LOADING_SECONDS, begun + self.spec.start_timeout_s)
+        # An answer on its way is not late: a full pipe makes the worker wait while this process does something else.
+        if self.handle.receiving:
+            begun = max(begun, self.handle.heard_at)
         return begun + self.pending[0].timeout_s
 
     def _last_beat_due(self) -> float:
@@ -482,6 +487,8 @@ class WorkerPool:
         self._slots = Slots(spec, size, engine or LocalEngine())
         # Reentrant: `lose` and `close` are called from inside `ask`.
         self._lock = threading.RLock()
+        self._submitted: dict[int, tuple[Request, Check | None]] = {}
+        """By slot, requests of `submit` without an answer."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -527,7 +534,7 @@ class WorkerPool:
         requests: Mapping[int, Request],
         timeout_s: float,
         *,
-        check: Callable[[Request, Message], WorkerFailure | None] | None = None,
+        check: Check | None = None,
     ) -> dict[int, Answer]:
         """Send one request to each of some workers and wait for all replies.
 
@@ -546,22 +553,57 @@ class WorkerPool:
         """
         with self._lock:
             for slot, request in requests.items():
-                worker = self._slots.worker(slot)
                 # All are sent before any is waited for, so that workers work at the same time.
-                worker.forget()
-                worker.send(request, timeout_s)
-                worker.flush()
+                self._send(slot, request, timeout_s)
             found = self._slots.gather(requests)
-            answers: dict[int, Answer] = {}
-            for slot in requests:
-                answer = found[slot]
-                if check is not None and isinstance(answer, Message):
-                    answer = check(requests[slot], answer) or answer
-                answers[slot] = answer
-                # A worker whose answer is wrong is killed as well: its state cannot be trusted either.
-                if isinstance(answer, WorkerFailure):
-                    self.lose(slot, answer)
-            return answers
+            return {slot: self._checked(slot, request, check, found[slot]) for slot, request in requests.items()}
+
+    def submit(self, slot: int, request: Request, timeout_s: float, *, check: Check | None = None) -> None:
+        """Send a request to a worker without waiting; `poll` returns the answer.
+
+        Args:
+            slot: of the worker; a request that it still has is forgotten.
+            request: what is sent.
+            timeout_s: seconds for the answer.
+            check: as for `ask`.
+
+        Raises:
+            UserError: the pool is closed.
+            RunError: a process cannot be started.
+        """
+        with self._lock:
+            self._send(slot, request, timeout_s)
+            self._submitted[slot] = request, check
+
+    def poll(self, timeout_s: float = math.inf) -> dict[int, Answer]:
+        """Answers to submitted requests: those that are there, or the next ones.
+
+        Args:
+            timeout_s: seconds to wait if there is none; 0 only looks.
+
+        Returns:
+            Answers by slot; none if the time is up, or if there is no request. A worker that failed has been killed,
+            as in `ask`.
+
+        Raises:
+            UserError: a service says that the user asked for something impossible.
+        """
+        end, answers = time.monotonic() + timeout_s, dict[int, Answer]()
+        with self._lock:
+            while self._submitted and not answers:
+                for slot, pending, answer in self._slots.collect(self._submitted, max(0.0, end - time.monotonic())):
+                    # a new process says hello first
+                    if pending.stage == "answer" or isinstance(answer, WorkerFailure):
+                        answers[slot] = self._checked(slot, *self._submitted.pop(slot), answer=answer)
+                if time.monotonic() >= end:
+                    break
+        return answers
+
+    def forget(self, slot: int) -> None:
+        """Drop the submitted request of a slot; its answer is no longer needed."""
+        with self._lock:
+            if self._submitted.pop(slot, None) is not None:
+                self._slots.worker(slot).forget()
 
     def ask_with_retries(
         self,
@@ -569,7 +611,7 @@ class WorkerPool:
         timeout_s: float,
         retries: int,
         *,
-        check: Callable[[Request, Message], WorkerFailure | None] | None = None,
+        check: Check | None = None,
     ) -> dict[int, Answer]:
         """Like `ask`, but failed requests are retried in a fresh process.
 
@@ -595,7 +637,7 @@ class WorkerPool:
                     break
                 # Fresh processes for all rows that failed in the last try, counted before another one is spent on them.
                 self.start_missing()
-                self._check_restarts()
+                self.check_restarts()
                 answers.update(self.ask(waiting, timeout_s, check=check))
                 waiting = {slot: requests[slot] for slot in waiting if isinstance(answers[slot], WorkerFailure)}
         return answers
@@ -666,6 +708,7 @@ class WorkerPool:
     def close(self) -> None:
         """End all workers; also done when the pool is garbage-collected or the interpreter exits."""
         with self._lock:
+            self._submitted.clear()
             self._slots.close()
 
     def __enter__(self) -> Self:
@@ -674,7 +717,24 @@ class WorkerPool:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _check_restarts(self) -> None:
+    def _send(self, slot: int, request: Request, timeout_s: float) -> None:
+        worker = self._slots.worker(slot)
+        worker.forget()
+        worker.send(request, timeout_s)
+        worker.flush()
+        self._submitted.pop(slot, None)
+
+    def _checked(self, slot: int, request: Request, check: Check | None, answer: Answer) -> Answer:
+        """An answer, or what is wrong with it."""
+        if check is not None and isinstance(answer, Message):
+            answer = check(request, answer) or answer
+        # A worker whose answer is wrong is killed as well: its state cannot be trusted either.
+        if isinstance(answer, WorkerFailure):
+            self.lose(slot, answer)
+        return answer
+
+    def check_restarts(self) -> None:
+        """Raise RunError if there were too many restarts without `note_success`."""
         restarts, last = self._slots.restarts_in_a_row, self._slots.last_failure
         # Per slot: a pool of many workers may lose one each without being broken.
         if self._max_restarts is not None and restarts > self._max_restarts * self.size:

@@ -17,7 +17,7 @@ class InlineWorker:
 
     def __init__(self, spec):
         self.pid, self.killed, self.inbox, self.ending = next(self.numbers), False, [], None
-        self.heard_at, self.loading_at = time.monotonic(), 0.0
+        self.heard_at, self.loading_at, self.receiving = time.monotonic(), 0.0, False
         self.taken_at = self.heard_at
         file, _, name = spec.service.rpartition(":")
         self.service = getattr(load_file(file, "inline_service"), name)(**spec.options)

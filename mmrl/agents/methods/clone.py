@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mmrl.agents.agent_evaluation import AgentEvaluationConfig
-from mmrl.agents.agent_recipe import AgentDomain, AgentParts, check_writable
+from mmrl.agents.agent_recipe import AgentDomain, AgentParts, check_supervised, check_writable
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.experts import (
     ExpertEnvironment,
@@ -69,6 +69,7 @@ class AgentCloneConfig(AgentParts, BaseRunConfig):
         super().validate()
         self.check_parts(self.trainer.learning_rate)
         check_writable(self.actions, self.recipe)
+        check_supervised(self)
         check_critic(self.model, needed=False)
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from mmrl.agents.agent_recipe import AgentParts, check_writable
+from mmrl.agents.agent_recipe import AgentParts, check_supervised, check_writable
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.environment import CUT, Action, as_outcome, as_start, write_answer
 from mmrl.agents.environments.experts import (
@@ -69,6 +69,7 @@ class AgentRevisionConfig(AgentParts, BaseRunConfig):
         super().validate()
         self.check_parts(self.trainer.learning_rate)
         check_writable(self.actions, self.recipe)
+        check_supervised(self)
         check_critic(self.model, needed=False)
         if self.actions.limit > 1:
             raise ValueError(
