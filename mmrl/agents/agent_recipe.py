@@ -166,7 +166,8 @@ class AgentConfig(AgentParts, RunConfig):
     def check_parts(self, learning_rate: float) -> None:
         """Check that they fit together; raises ValueError."""
         super().check_parts(learning_rate)
-        if self.episode.batching == "dynamic" and self.sampler.engine == "own":
+        # a plain SamplerConfig samples with the policy
+        if self.episode.batching == "dynamic" and getattr(self.sampler, "engine", "own") == "own":
             raise ValueError(
                 "episode.batching is dynamic, with which a run does not repeat bit for bit; it needs sampler.engine: "
                 "vllm, which does not promise that either. Set episode.cohort to sample while environments work"

@@ -167,8 +167,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
             UserError: there is no such row, or a task is not plain data.
             RunError: workers restart again and again without completing an episode.
         """
-        self._submit_all(tasks)
-        return self._poll_all(tasks)
+        return self._ask_all(tasks)
 
     def step(self, actions: Mapping[int, Action]) -> dict[int, TurnResult]:
         """Execute an action in some of the live rows, all at the same time.
@@ -184,8 +183,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
             UserError: an argument of an action is not plain data.
         """
         # Sent together: a turn of the pool takes as long as its slowest environment.
-        self._submit_all(actions)
-        return self._poll_all(actions)
+        return self._ask_all(actions)
 
     def submit(self, row: int, asked: Action | AgentTask) -> None:
         """Execute an action in a live row, or start an episode in any row, without waiting for it; see `poll`.
@@ -256,14 +254,16 @@ class EnvPool(RowPool["TurnResult | Action"]):
             self.submit_request(row, request) if row in actions else self.submit_start(row, request)
             self._busy[row] = asked[row]
 
-    def _poll_all(self, rows: Collection[int]) -> dict[int, TurnResult]:
-        """Results of these rows, which alone are submitted."""
-        if others := sorted(self._busy.keys() - set(rows)):
+    def _ask_all(self, asked: Mapping[int, Action | AgentTask]) -> dict[int, TurnResult]:
+        """Submit, and wait for all results."""
+        # their results would come in between
+        if others := sorted(self._busy.keys() - asked.keys()):
             raise ValueError(f"rows {others} still execute an action or a task; poll() returns its result")
+        self._submit_all(asked)
         results = dict[int, TurnResult]()
-        while len(results) < len(rows):
+        while len(results) < len(asked):
             results |= self.poll()
-        return {row: results[row] for row in rows}
+        return {row: results[row] for row in asked}
 
     def _request_for(self, asked: Action | AgentTask) -> Request:
         if isinstance(asked, Action):
