@@ -26,10 +26,15 @@ from mmrl.config import load_run
 from mmrl.training.processes import seed_everything
 
 TURNS, WORKERS = 6, 16
-CASES = {"0.1 to 2 s at random": 16, "one call in ten takes 2 s": 48}
+CASES = {"0.1 to 2 s at random": 16, "one call in ten takes 2 s": 64}
 """Episodes of a case."""
-WAYS: dict[str, int | None] = {"in lock-step": None, "cohorts of 4": 4, "each by itself": 1}
-"""Size of cohorts."""
+WAYS: dict[str, dict[str, Any]] = {
+    "in lock-step": {"cohort": None},
+    "cohorts of 4": {"cohort": 4},
+    "each by itself": {"cohort": 1},
+    "dynamic": {"cohort": None, "batching": "dynamic"},
+}
+"""Options of `episode`."""
 
 
 def sleep_s(case: str, seed: int, turn: int) -> float:
@@ -75,16 +80,17 @@ def settings_for(folder: Path) -> list[str]:
         f"environment.workers={WORKERS}",
         "actions.format=text",
         "data.seeds=400",
-        "sampler.max_new_tokens=2",
+        "sampler.max_new_tokens=1",
     ]
 
 
-def measure(recipe: Any, case: str, cohort: int | None) -> dict[str, float]:
+def measure(recipe: Any, case: str, *, cohort: int | None, batching: str = "cohorts") -> dict[str, float]:
     """Wall seconds of a rollout, and the fraction of them in which nothing was sampled."""
     recipe.config.episode.cohort = cohort
     tasks = [AgentTask(f"tools/{seed}", {"case": case}, seed=seed) for seed in range(CASES[case])]
     seen, began = Counter[str](), time.perf_counter()
-    episodes = recipe.run_episodes(recipe.policy, tasks, range(len(tasks)), seen=seen)
+    dynamic = batching == "dynamic"
+    episodes = recipe.run_episodes(recipe.policy, tasks, range(len(tasks)), seen=seen, dynamic=dynamic)
     wall_s = time.perf_counter() - began
     if not all(episode.total == TURNS for episode in episodes):
         raise RuntimeError(f"not all episodes took {TURNS} turns: {Counter(e.ending for e in episodes)}")
@@ -101,7 +107,7 @@ def compare(case: str, rounds: int) -> dict[str, Any]:
         ActionConfig.parse = call  # type: ignore[method-assign]
         with contextlib.closing(entry.load_recipe_class()(config)) as recipe:
             found = [
-                {way: measure(recipe, case, size) for way, size in WAYS.items()}
+                {way: measure(recipe, case, **options) for way, options in WAYS.items()}
                 # once more, to warm up
                 for _ in range(rounds + 1)
             ][1:]

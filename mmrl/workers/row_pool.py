@@ -22,8 +22,9 @@ from typing import Any, Generic, Self, TypeVar
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded
 from mmrl.workers.engine import WORKER_FAILURES, Engine, WorkerFailure, WorkerSpec
-from mmrl.workers.pool import Request, WorkerPool
+from mmrl.workers.pool import WorkerPool
 from mmrl.workers.wire import Message
+from mmrl.workers.worker import Request
 
 LOGGER = logging.getLogger(__name__)
 Reply = TypeVar("Reply")

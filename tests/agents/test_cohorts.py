@@ -12,8 +12,9 @@ from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, choose_episodes
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import ActionConfig
 from mmrl.agents.methods.clone import AgentCloneConfig
+from mmrl.agents.rollout.cohorts import split_cohorts
 from mmrl.agents.rollout.episodes import AgentPayload, Episode, EpisodeConfig
-from mmrl.agents.rollout.runner import EpisodeRunner, split_cohorts
+from mmrl.agents.rollout.runner import EpisodeRunner
 from mmrl.errors import UserError
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step

@@ -8,8 +8,8 @@ import pytest
 from mmrl.errors import UserError
 from mmrl.workers import Message, Preparation, Request, WorkerFailure, WorkerPool, WorkerSpec, wire
 from mmrl.workers.engine import Ending
-from mmrl.workers.pool import Worker
 from mmrl.workers.serve import load_file
+from mmrl.workers.worker import Worker
 from tests.workers.test_pool import SERVICES, do
 
 

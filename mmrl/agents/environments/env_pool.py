@@ -28,9 +28,9 @@ from mmrl.agents.environments.separate_python import environment_python
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, only_with, rare
 from mmrl.workers.engine import InProcessEngine, WorkerFailure, one_line
-from mmrl.workers.pool import Request
 from mmrl.workers.row_pool import RowLimits, RowPool
 from mmrl.workers.wire import Message, decode, encode
+from mmrl.workers.worker import Request
 
 SERVICE = Path(__file__).resolve().with_name("environment_service.py")
 FOREIGN_SERVICE = Path(__file__).resolve().with_name("foreign_service.py")

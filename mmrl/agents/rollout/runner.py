@@ -37,6 +37,7 @@ from mmrl.agents.environments.environment import (
 )
 from mmrl.agents.environments.native_calls import OK, ToolCall
 from mmrl.agents.environments.videos import Video
+from mmrl.agents.rollout.cohorts import Cohort, split_cohorts
 from mmrl.agents.rollout.episodes import (
     Conversation,
     Episode,
@@ -125,80 +126,6 @@ class _Slot:
         return bool(own.ending) or not same
 
 
-class _Cohort:
-    """Episodes that are sampled together; its places are numbered from 0 and have a row of the pool each."""
-
-    def __init__(self, episodes: Sequence[int], size: int, *, lock_step: bool) -> None:
-        self.size = size
-        """Episodes that run at once."""
-        self.rows: list[int] = []
-        """Row of the pool of each place, once there are enough free ones."""
-        self.running: dict[int, _Slot] = {}
-        """Episodes by place."""
-        self.away: set[int] = set()
-        """Places whose environment executes an action or starts."""
-        self.started: dict[int, TurnResult] = {}
-        """First observations that have not been read."""
-        self.acted: set[int] = set()
-        """Places whose actions have been executed."""
-        self.starting: dict[int, int] = {}
-        """Number of the episode that starts at a place."""
-        self.first: dict[str, tuple[Observation, Prompt]] = {}
-        """First observation and prompt of each task."""
-        self.turns: TurnSampler
-        self.writer: Writer
-        self._waiting = deque(episodes)
-        self._lock_step = lock_step
-
-    @property
-    def is_due(self) -> bool:
-        """Whether there is something to sample or to start."""
-        if self._lock_step:
-            return not self.away
-        return len(self.away) < len(self.running) + len(self.starting) or bool(self._waiting and self.free)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all episodes have ended."""
-        return not (self._waiting or self.running or self.starting)
-
-    @property
-    def free(self) -> list[int]:
-        """Places without an episode, ascending, so that equal runs put episodes into equal places."""
-        return [place for place in range(self.size) if place not in self.running and place not in self.starting]
-
-    def next_starts(self) -> dict[int, int]:
-        """Assign the next episodes to free places; returns their numbers by place."""
-        found = {place: self._waiting.popleft() for place, _ in zip(self.free, list(self._waiting), strict=False)}
-        self.starting |= found
-        self.away |= found.keys()
-        return found
-
-    def ready(self) -> dict[int, _Slot]:
-        """Episodes that wait for an answer; none while others of a cohort in lock-step start."""
-        if self._lock_step and self.away:
-            return {}
-        return {place: slot for place, slot in self.running.items() if place not in self.away | self.acted}
-
-
-def split_cohorts(count: int, rows: int, cohort: int | None) -> list[tuple[list[int], int]]:
-    """The episodes of each cohort, and how many of them run at once.
-
-    Args:
-        count: episodes.
-        rows: environments.
-        cohort: episodes that run in lock-step; None for all.
-    """
-    if cohort is None or cohort >= rows:
-        return [(list(range(count)), rows)]
-    if cohort == 1:
-        # any free row may take it, since nothing else is in its passes
-        return [([number], 1) for number in range(count)]
-    # dealt out to the rows in turn and not to whichever is free first
-    owned = [[n for n in range(count) if n % rows // cohort == own] for own in range(-(-rows // cohort))]
-    return [(own, min(cohort, rows - cohort * number)) for number, own in enumerate(owned) if own]
-
-
 class EpisodeRunner:
     """Runs episodes of a policy.
 
@@ -284,21 +211,21 @@ class EpisodeRunner:
             share_prompts(episodes)
         return episodes
 
-    def _cohorts(self, count: int) -> list[_Cohort]:
+    def _cohorts(self, count: int) -> list[Cohort[_Slot]]:
         size = None if self._dynamic else self._limits.cohort
         parts = split_cohorts(count, self._pool.size, size)
-        return [_Cohort(own, rows, lock_step=not self._dynamic) for own, rows in parts]
+        return [Cohort(own, rows, lock_step=not self._dynamic) for own, rows in parts]
 
     def _play(
         self,
-        cohorts: Sequence[_Cohort],
+        cohorts: Sequence[Cohort[_Slot]],
         episodes: Sequence[Episode],
         seeds: Sequence[int],
         forks: Sequence[Fork | None],
         greedy: bool,
     ) -> None:
         """Run all cohorts to their ends, each in free rows of the pool."""
-        waiting, running = deque(cohorts), list[_Cohort]()
+        waiting, running = deque(cohorts), list[Cohort[_Slot]]()
         free = list(range(self._pool.size))
         while waiting or running:
             while waiting and waiting[0].size <= len(free):
@@ -320,7 +247,7 @@ class EpisodeRunner:
             free = sorted([*free, *(row for cohort in running if cohort.is_over for row in cohort.rows)])
             running = [cohort for cohort in running if not cohort.is_over]
 
-    def _receive(self, cohorts: Sequence[_Cohort], timeout_s: float) -> None:
+    def _receive(self, cohorts: Sequence[Cohort[_Slot]], timeout_s: float) -> None:
         """Take the results that are there, or the next ones."""
         places = {row: (cohort, place) for cohort in cohorts for place, row in enumerate(cohort.rows)}
         with stopwatch("environment"):
@@ -334,7 +261,7 @@ class EpisodeRunner:
                 self._take_result(cohort, place, result)
 
     def _begin(
-        self, cohort: _Cohort, episodes: Sequence[Episode], seeds: Sequence[int], forks: Sequence[Fork | None]
+        self, cohort: Cohort[_Slot], episodes: Sequence[Episode], seeds: Sequence[int], forks: Sequence[Fork | None]
     ) -> None:
         """Read the first observations that are there, and start environments for free places."""
         started, cohort.started = cohort.started, {}
@@ -395,7 +322,7 @@ class EpisodeRunner:
             which = torch.tensor([index[id(prompts[row])] for row in rows.tolist()])
             turns.begin(rows, list(distinct.values()), which)
 
-    def _take_turn(self, cohort: _Cohort, greedy: bool) -> None:
+    def _take_turn(self, cohort: Cohort[_Slot], greedy: bool) -> None:
         """Sample an answer of each episode that waits for one, and send its first action."""
         ready, began = cohort.ready(), time.perf_counter()
         if not ready:
@@ -407,7 +334,7 @@ class EpisodeRunner:
             slot.actions = deque(slot.answer.actions)
             self._act(cohort, place)
 
-    def _act(self, cohort: _Cohort, place: int) -> None:
+    def _act(self, cohort: Cohort[_Slot], place: int) -> None:
         """Send the next action of an answer, if there is one."""
         slot = cohort.running[place]
         if slot.actions:
@@ -417,7 +344,7 @@ class EpisodeRunner:
             cohort.away.discard(place)
             cohort.acted.add(place)
 
-    def _take_result(self, cohort: _Cohort, place: int, result: TurnResult) -> None:
+    def _take_result(self, cohort: Cohort[_Slot], place: int, result: TurnResult) -> None:
         """Keep the result of an action and go on with the next one."""
         slot = cohort.running[place]
         action = slot.actions.popleft()
@@ -431,7 +358,7 @@ class EpisodeRunner:
             slot.actions.clear()
         self._act(cohort, place)
 
-    def _end_turn(self, cohort: _Cohort) -> None:
+    def _end_turn(self, cohort: Cohort[_Slot]) -> None:
         """Append the observations after the actions, and end the episodes that are over."""
         acted, cohort.acted = sorted(cohort.acted), set()
         if not acted:
