@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from mmrl.workers.pool import Worker
+from mmrl.workers.worker import Worker
 from tests.charts import draw_no_charts
 from tests.chat_server import running_chat_server
 

@@ -133,6 +133,21 @@ class AgentParts:
                 f"conversation.tools makes the chat template ask for tool calls, but actions.format '{name}' cannot "
                 "read them; set actions.format: native, tool_call or a custom function"
             )
+        self._check_cohort()
+
+    def _check_cohort(self) -> None:
+        """Reject cohorts that could not wait less; raises ValueError."""
+        cohort, environment = self.episode.cohort, self.environment
+        if cohort is not None and cohort > environment.workers:
+            raise ValueError(
+                f"episode.cohort is {cohort}, but only environment.workers = {environment.workers} episodes run at "
+                "once; set at most this number"
+            )
+        if cohort is not None and not environment.isolate:
+            raise ValueError(
+                f"episode.cohort is {cohort}, but with environment.isolate: false environments run one after another, "
+                "so no cohort could be sampled meanwhile; remove one of the two"
+            )
 
 
 @dataclass
@@ -162,6 +177,16 @@ class AgentConfig(AgentParts, RunConfig):
         self.check_parts(self.trainer.learning_rate)
         check_names(self.rewards)
         self.check_objective()
+
+    def check_parts(self, learning_rate: float) -> None:
+        """Check that they fit together; raises ValueError."""
+        super().check_parts(learning_rate)
+        # a plain SamplerConfig samples with the policy
+        if self.episode.batching == "dynamic" and getattr(self.sampler, "engine", "own") == "own":
+            raise ValueError(
+                "episode.batching is dynamic, with which a run does not repeat bit for bit; it needs sampler.engine: "
+                "vllm, which does not promise that either. Set episode.cohort to sample while environments work"
+            )
 
     def made_objective(self) -> Any:
         """The objective of the run."""
@@ -211,6 +236,13 @@ def preview(config: Any, recipe: Any) -> list[str]:
     return [*lines, *recipe.tool_template.lines(recipe.turns.ends)]
 
 
+def check_supervised(config: Any) -> None:
+    """Reject options of sampled episodes, which a recipe does not train on; raises ValueError."""
+    for key in ("batching", "spare"):
+        if getattr(config.episode, key) != getattr(EpisodeConfig(), key):
+            raise ValueError(f"{config.recipe} does not train on sampled episodes; remove episode.{key}")
+
+
 def check_rewards(config: AgentConfig, name: str) -> None:
     """Reject rewards that the recipe `name` does not learn from; raises UserError."""
     for key, default in (("rewards", []), ("reward", AgentRewardConfig())):
@@ -218,6 +250,17 @@ def check_rewards(config: AgentConfig, name: str) -> None:
             raise UserError(f"{name} learns only from the environment's rewards; remove {key}")
     if config.episode.overflow.reward:
         raise UserError(f"{name} learns only from the environment's rewards; remove episode.overflow.reward")
+
+
+def choose_episodes(group: Sequence[Episode], count: int) -> list[Episode]:
+    """The first episodes that their environment did not lose, and lost ones only if there are too few, in order.
+
+    Which ones ended first does not matter, or short episodes would be preferred. Those that outgrew the model's context
+    are not replaced, for the same reason.
+    """
+    # sorting is stable: in both parts by place
+    order = sorted(range(len(group)), key=lambda place: group[place].ending == "failed")
+    return [group[place] for place in sorted(order[:count])]
 
 
 class AgentDomain:
@@ -349,8 +392,10 @@ class AgentDomain:
         bootstrap_observation: bool = False,
         engine: EngineSampler | None = None,
         forks: Sequence[Fork | None] = (),
+        dynamic: bool = False,
+        seen: Counter[str] | None = None,
     ) -> list[Episode]:
-        """Run an episode of each task; see `EpisodeRunner.run`."""
+        """Run an episode of each task; see `EpisodeRunner`. The seconds are added to `seen`."""
         config = self.config
         sampler = self.episode_sampler
         sampler = sampler if temperature is None else replace(sampler, temperature=temperature)
@@ -365,8 +410,13 @@ class AgentDomain:
             # only reward functions read the conversation as text
             transcripts=bool(self.rewards.names),
             engine=engine,
+            dynamic=dynamic,
         )
-        return runner.run(tasks, seeds, greedy=greedy, video=video, forks=forks)
+        episodes = runner.run(tasks, seeds, greedy=greedy, video=video, forks=forks)
+        if seen is not None:
+            seen["rollout_s"] += runner.total_s  # type: ignore[assignment]
+            seen["idle_s"] += runner.total_s - runner.sampling_s  # type: ignore[assignment]
+        return episodes
 
     def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[AgentMeasure]:
         """Success on held-out tasks, overall and of each name of a task."""
@@ -465,6 +515,8 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         super().__init__(config)
         self.objective = config.made_objective()
         check_engine(config.sampler, config.rollers)
+        if config.episode.spare and type(self).draw_groups is not AgentRecipe.draw_groups:
+            raise UserError(f"{config.recipe} chooses the episodes of its groups itself; remove episode.spare")
         if isinstance(self._advantage, InformationGain):
             # before the model is loaded
             check_answers(list_tasks(config.data), self._advantage)
@@ -509,18 +561,35 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
         return kept
 
     def draw_groups(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams) -> list[list[Episode]]:
-        """Run G episodes of each task from its beginning."""
-        size = self.config.trainer.samples_per_task
-        repeated, seeds = [task for task in tasks for _ in range(size)], streams.seeds(len(tasks), size).tolist()
-        episodes = self.draw(policy, repeated, seeds)
-        return [episodes[start : start + size] for start in range(0, len(episodes), size)]
+        """Run G episodes of each task from its beginning, and spare ones."""
+        size, spare = self.config.trainer.samples_per_task, self.config.episode.spare
+        seeds = streams.seeds(len(tasks), size).view(len(tasks), size)
+        if spare:
+            # apart, so that the first G episodes are the same with and without them
+            more = streams.seeds(len(tasks), spare, purpose="spare").view(len(tasks), spare)
+            seeds = torch.cat([seeds, more], 1)
+        repeated = [task for task in tasks for _ in range(size + spare)]
+        episodes = self.draw(policy, repeated, seeds.flatten().tolist())
+        groups = [episodes[start : start + size + spare] for start in range(0, len(episodes), size + spare)]
+        kept = [choose_episodes(own, size) for own in groups]
+        # the lost ones that were replaced; spare ones that nobody needs count nowhere
+        chosen = {id(episode) for own in kept for episode in own}
+        self._note([episode for episode in episodes if episode.ending == "failed" and id(episode) not in chosen])
+        return kept
 
     def draw(
         self, policy: VlmPolicy, tasks: Sequence[AgentTask], seeds: Sequence[int], forks: Sequence[Fork | None] = ()
     ) -> list[Episode]:
         """Run one episode of each task, as training needs it."""
         return self.run_episodes(
-            policy, tasks, seeds, bootstrap_observation=self._bootstraps, engine=self._engine, forks=forks
+            policy,
+            tasks,
+            seeds,
+            bootstrap_observation=self._bootstraps,
+            engine=self._engine,
+            forks=forks,
+            dynamic=self.config.episode.batching == "dynamic",
+            seen=self._seen,
         )
 
     def score(self, rollouts: Rollouts, step: Step) -> Rollouts:

@@ -60,7 +60,8 @@ BUILDS_ON = "mmrl.vlm"
 """Package whose metrics the recipes have too."""
 
 METRICS = {
-    "time/environment": "Seconds that episodes waited for their environments.",
+    "time/environment": "Seconds of the rollout in which nothing was sampled because all episodes waited.",
+    "sampler/idle": "Fraction of the training episodes' time in which the policy neither read nor wrote tokens.",
     "episode/turns": "Mean number of turns of the step's episodes.",
     "episode/unreadable": (
         "Fraction of the step's responses without a readable action or with an invalid tool call, not counting "

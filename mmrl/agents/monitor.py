@@ -194,6 +194,8 @@ def episode_metrics(seen: Mapping[str, float]) -> dict[str, float]:
     # no result at all: NaN, which the log shows as missing
     results, answers = seen.get("results", 0) or math.nan, seen.get("answers", 0) or math.nan
     found = {f"episode/{name}": seen.get(name, 0) / results for name in ("success", "return", "turns", "below_silence")}
+    if total := seen.get("rollout_s"):
+        found["sampler/idle"] = seen.get("idle_s", 0) / total
     kinds = [name for name in seen if name.startswith("tool_errors/")]
     found |= {f"episode/{name}": seen.get(name, 0) / answers for name in (*BY_ANSWER, *sorted(kinds))}
     actions = [count for name, count in seen.items() if name.startswith(ACTION)]

@@ -15,9 +15,10 @@ from mmrl.errors import UserError
 from mmrl.rewards.calling import FAILURE_KINDS, Batch, RewardFailure, RewardOutcome, Signature
 from mmrl.workers.engine import WorkerFailure, WorkerSpec
 from mmrl.workers.memory import machine_bytes, usable_cores
-from mmrl.workers.pool import Answer, Preparation, Request, WorkerPool
+from mmrl.workers.pool import WorkerPool
 from mmrl.workers.sandbox import Limits, require_strict
 from mmrl.workers.wire import Message, encode
+from mmrl.workers.worker import Answer, Preparation, Request
 
 SERVICE = Path(__file__).resolve().with_name("reward_service.py")
 LOAD_SECONDS = 120.0

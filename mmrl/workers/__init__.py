@@ -10,12 +10,7 @@ _NAMES = {
         "WorkerHandle",
         "WorkerSpec",
     ),
-    "mmrl.workers.pool": (
-        "Answer",
-        "Preparation",
-        "Request",
-        "WorkerPool",
-    ),
+    "mmrl.workers.pool": ("WorkerPool",),
     "mmrl.workers.row_pool": (
         "RowLimits",
         "RowPool",
@@ -27,6 +22,7 @@ _NAMES = {
     "mmrl.workers.sandbox": ("Limits",),
     "mmrl.workers.vector.env": ("PoolVectorEnv", "VectorSettings"),
     "mmrl.workers.wire": ("Message",),
+    "mmrl.workers.worker": ("Answer", "Preparation", "Request"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -144,6 +144,11 @@ class WorkerHandle(Protocol):
     """Set once nothing more will arrive."""
 
     @property
+    def receiving(self) -> bool:
+        """Whether a part of a message has arrived, and the rest has not."""
+        ...
+
+    @property
     def pid(self) -> int:
         """Process id."""
         ...
@@ -245,6 +250,11 @@ class WorkerProcess:
         if objects:
             self._outgoing += wire.pack({"kind": "given"}, objects)
             self.flush()
+
+    @property
+    def receiving(self) -> bool:
+        """Whether a part of a message has arrived, and the rest has not."""
+        return self._decoder.incomplete
 
     @property
     def pid(self) -> int:
@@ -498,6 +508,11 @@ class InProcessHandle:
             self._keep("hello", 0, self._service.hello())
         except Exception as error:
             self._keep("error", 0, describe_error(error))
+
+    @property
+    def receiving(self) -> bool:
+        """False: messages are whole."""
+        return False
 
     @property
     def pid(self) -> int:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import re
+import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,8 +22,9 @@ from typing import Any, Generic, Self, TypeVar
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded
 from mmrl.workers.engine import WORKER_FAILURES, Engine, WorkerFailure, WorkerSpec
-from mmrl.workers.pool import Request, WorkerPool
+from mmrl.workers.pool import WorkerPool
 from mmrl.workers.wire import Message
+from mmrl.workers.worker import Request
 
 LOGGER = logging.getLogger(__name__)
 Reply = TypeVar("Reply")
@@ -166,6 +169,8 @@ class RowPool(Generic[Reply]):
         self._slots = list(range(rows))
         # What each process has loaded, by slot.
         self._scenes: list[str | None] = [None] * rows
+        self._beginning: dict[int, tuple[Request, int]] = {}
+        """Submitted starts by row, with the attempts that are left."""
 
     @property
     def counts(self) -> Mapping[str, int]:
@@ -238,6 +243,48 @@ class RowPool(Generic[Reply]):
         )
         judged = self._judge({row: answers[slot] for row, slot in slots.items()})
         return {row: judged[row] if row in slots else self.broken[row] for row in requests}
+
+    def submit_start(self, row: int, request: Request) -> None:
+        """Start an episode like `begin`, without waiting; `poll_rows` returns the answer once no attempt is left.
+
+        Raises:
+            RunError: workers restart again and again without completing an episode.
+        """
+        self._live.discard(row)
+        self.broken.pop(row, None)
+        self._try(row, request, self._limits.reset_retries)
+
+    def submit_request(self, row: int, request: Request) -> None:
+        """Send a request to a row that has not failed, without waiting."""
+        self._pool.submit(self._slots[row], request, self._step_timeout_s, check=self._misshapen)
+
+    def poll_rows(self, timeout_s: float = math.inf) -> dict[int, Reply | WorkerFailure]:
+        """Replies to submitted requests by row: those that are there, or the next ones; none if the time is up."""
+        end, judged = time.monotonic() + timeout_s, dict[int, Reply | WorkerFailure]()
+        while not judged and (answers := self._pool.poll(max(0.0, end - time.monotonic()))):
+            rows = {row: answers[slot] for row, slot in enumerate(self._slots) if slot in answers}
+            for row, answer in rows.items():
+                request, left = self._beginning.pop(row, (None, 0))
+                if request is not None and left and isinstance(answer, WorkerFailure):
+                    self._try(row, request, left - 1)
+                    continue
+                # live first: `_judge` counts a row that does not begin as dropped
+                self._live |= set() if request is None else {row}
+                judged |= self._judge({row: answer})
+                if request is not None and row in self.broken:
+                    self._live.discard(row)
+        return judged
+
+    def forget(self, row: int) -> None:
+        """Drop the submitted request of a row, if there is one."""
+        self._beginning.pop(row, None)
+        self._pool.forget(self._slots[row])
+
+    def _try(self, row: int, request: Request, left: int) -> None:
+        self._pool.start_missing()
+        self._pool.check_restarts()
+        self._pool.submit(self._slots[row], request, self._limits.reset_timeout_s, check=self._misshapen)
+        self._beginning[row] = request, left
 
     def settle(self, rows: Collection[int]) -> None:
         """Mark rows as finished because their episodes are over; a result resets the count of restarts."""

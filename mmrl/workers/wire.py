@@ -117,6 +117,11 @@ class MessageDecoder:
         self._held = bytearray()
         self._max_bytes = max_bytes
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether it holds a part of a message."""
+        return bool(self._held)
+
     def feed(self, data: bytes) -> Iterator[Message]:
         """Add the bytes of one read; must be iterated to the end."""
         # The common case of a vector environment: a whole short message in one read, without a copy.

@@ -10,9 +10,9 @@ class Corridor:
 
     actions = {"left": "", "right": "", "finish": "ask for the verdict"}  # noqa: RUF012
 
-    def __init__(self, length=3, side=56, fail_at=None, twins=True, reports=False):
+    def __init__(self, length=3, side=56, fail_at=None, twins=True, reports=False, raise_at=None, early=False):
         self.length, self.side, self.fail_at, self.twins = length, side, fail_at, twins
-        self.reports = reports
+        self.reports, self.raise_at, self.early = reports, raise_at, early
         self.resets = 0
 
     def reset(self, task, seed):
@@ -25,7 +25,9 @@ class Corridor:
         self.right += action.name == "right"
         if self.fail_at == self.place and action.name == "left":
             os._exit(1)
-        over = self.place == self.length or action.name == "finish"
+        if self.raise_at == self.place and action.name == "left":
+            raise ValueError("the corridor has fallen in")
+        over = self.place == self.length or action.name == "finish" or (self.early and action.name == "left")
         info = {"marks": [(3, 4)]} | ({"success": self.right > 0} if self.reports else {})
         return self._look(), (self.right / self.length if over else 0.0), over, info
 

@@ -77,6 +77,11 @@ class Fake:
     def _act_hang(self):
         hang()
 
+    def _act_wait(self):
+        while not (Path(self.folder) / "go").exists():
+            time.sleep(0.005)
+        return "gone", 0.0, False
+
     def _act_eat(self):
         while True:
             HELD.append(np.ones(1 << 20))

@@ -137,6 +137,64 @@ def test_an_environment_that_fails_takes_only_its_row(tmp_path, caplog, hanging)
     assert not any("malformed" in message for message in said)
 
 
+def test_results_come_as_they_are_ready(tmp_path, hanging):
+    with EnvPool(config(workers=3, step_timeout_s=3.0, kwargs={"folder": str(tmp_path)})) as pool:
+        pool.reset(tasks("well", "well", "well"))
+        assert pool.poll() == {}, "nothing was asked for"
+        pool.submit(0, Action("wait"))
+        found = []
+        for _ in range(2):
+            pool.submit(1, Action("go"))
+            (turn,) = (turns := pool.poll()).values()
+            found.append((*turns, turn.reward))
+        assert found == [(1, 1.0), (1, 2.0)], "while the others still execute theirs"
+        assert pool.poll(0.0) == {}
+        with pytest.raises(ValueError, match=r"rows \[0\] still execute an action; poll\(\) returns its result"):
+            pool.submit(0, Action("go"))
+        with pytest.raises(ValueError, match=r"rows \[0\] still execute"):
+            pool.step({1: Action("go")})
+        pool.submit(1, Action("go"))
+        pool.submit(2, Action("hang"))
+        (tmp_path / "go").touch()
+        turns = {}
+        while len(turns) < 3:
+            turns |= pool.poll()
+        assert turns[0].observation.text == "gone"
+        assert (turns[1].reward, turns[1].truncated) == (3.0, True), "the refused step sent nothing"
+        assert (turns[2].failure.kind, math.isnan(turns[2].reward)) == ("hung", True)
+        assert pool.live == [0]
+        assert pool.poll() == {}
+
+
+def test_a_row_that_is_stopped_returns_nothing(tmp_path):
+    with EnvPool(config(workers=1, kwargs={"folder": str(tmp_path)})) as pool:
+        pool.reset(tasks("well"))
+        pool.submit(0, Action("wait"))
+        pool.stop([0])
+        assert (pool.live, pool.poll()) == ([], {})
+        (tmp_path / "go").touch()
+        assert pool.reset(tasks("well"))[0].observation.text == "seed 10"
+        assert pool.step({0: Action("go")})[0].reward == 1.0
+
+
+def test_starts_are_tried_again_while_others_act(tmp_path):
+    with EnvPool(config(workers=3, kwargs={"folder": str(tmp_path)})) as pool:
+        begun = tasks("well", "flaky", "never")
+        pool.reset({0: begun[0]})
+        for row in (1, 2):
+            pool.submit(row, begun[row])
+        assert pool.live == [0]
+        pool.submit(0, Action("end"))
+        turns = {}
+        while len(turns) < 3:
+            turns |= pool.poll()
+        assert (turns[0].terminated, turns[1].observation.text) == (True, "seed 11")
+        assert turns[2].failure.reason == "RuntimeError: cannot begin, ever"
+        assert pool.live == [1]
+        counts = pool.counts
+        assert (counts["crashed"], counts["raised"], counts["dropped"]) == (1, 3, 1)
+
+
 def test_memory_has_a_limit():
     with EnvPool(config(memory_mb=400)) as pool:
         pool.reset(tasks("well"))

@@ -39,6 +39,7 @@ CANNOT = {
     "EnvironmentConfig.workers": "speed",
     "EnvironmentConfig.isolate": "where an environment runs",
     "SimConfig.workers": "speed",
+    "EpisodeConfig.cohort": "which episodes are sampled together; only rounding depends on it",
     **dict.fromkeys(
         (
             *("RollersConfig.engine", "RollersConfig.workers", "RollersConfig.address", "RollersConfig.unit"),
@@ -76,6 +77,8 @@ IDLE = {
     "RewardConfig.timeout_s": "needs a reward that hangs",
     "RewardConfig.batch_timeout_s": "needs a reward that hangs",
     "RewardConfig.memory_mb": "needs a reward that takes much memory",
+    "EpisodeConfig.batching": "needs vLLM; tests/agents/test_cohorts.py",
+    "EpisodeConfig.spare": "needs an environment that loses episodes; tests/agents/test_cohorts.py",
     "EnvironmentConfig.start_timeout_s": "needs an environment that hangs",
     "EnvironmentConfig.reset_timeout_s": "needs an environment that hangs",
     "EnvironmentConfig.step_timeout_s": "needs an environment that hangs",

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 __all__ = ["differences"]
 
-MEASURED = ("time", "seconds", "memory", "tokens/per_second", "cost/seconds", "output_dir", "relative")
+MEASURED = ("time", "sampler", "seconds", "memory", "tokens/per_second", "cost/seconds", "output_dir", "relative")
 """Keys, or what stands before their slash, that no two runs share: times, memory, their own folder."""
 NOT_COMPARED = ("tensorboard", "report.html", "config.yaml", "earlier", "run.lock", "warnings.jsonl")
 """`earlier` holds what a run had written that was killed before its first checkpoint; a resumed run warns of itself."""

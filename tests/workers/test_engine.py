@@ -9,6 +9,7 @@ from mmrl.errors import UserError
 from mmrl.workers import Message, Preparation, Request, WorkerFailure, WorkerPool, WorkerSpec, wire
 from mmrl.workers.engine import Ending
 from mmrl.workers.serve import load_file
+from mmrl.workers.worker import Worker
 from tests.workers.test_pool import SERVICES, do
 
 
@@ -17,7 +18,7 @@ class InlineWorker:
 
     def __init__(self, spec):
         self.pid, self.killed, self.inbox, self.ending = next(self.numbers), False, [], None
-        self.heard_at, self.loading_at = time.monotonic(), 0.0
+        self.heard_at, self.loading_at, self.receiving = time.monotonic(), 0.0, False
         self.taken_at = self.heard_at
         file, _, name = spec.service.rpartition(":")
         self.service = getattr(load_file(file, "inline_service"), name)(**spec.options)
@@ -105,3 +106,34 @@ def test_slots_and_mistakes_of_the_user(pool, engine):
     with pytest.raises(UserError, match="buy a larger arm"):
         pool.ask({0: do("refuse")}, 1.0)
     assert all(worker.killed for worker in engine.started)
+
+
+def test_submitted_requests_are_answered_when_they_are_ready(pool, engine):
+    assert pool.poll() == {}
+    pool.submit(0, do("echo", value=1), 1.0)
+    pool.submit(1, do("vanish"), 1.0)
+    found = {}
+    while len(found) < 2:
+        found |= pool.poll()
+    assert (found[0].fields["echo"], found[1].kind) == (1, "crashed")
+    assert (pool.poll(), engine.started[1].killed, pool.counts["crashed"]) == ({}, True, 1)
+    pool.submit(0, do("echo", value=2), 1.0)
+    # `ask` and `forget` take the place of what was submitted
+    assert pool.ask({0: do("echo", value=3)}, 1.0)[0].fields["echo"] == 3
+    pool.submit(0, do("echo", value=4), 1.0)
+    pool.forget(0)
+    assert pool.poll(0.0) == {}
+    pool.submit(1, do("echo", value=5), 1.0, check=lambda request, answer: WorkerFailure("crashed", "not what I asked"))
+    assert pool.poll()[1].reason == "not what I asked"
+
+
+@pytest.mark.parametrize(("receiving", "kinds"), [(False, ["hung"]), (True, [])])
+def test_an_answer_that_is_arriving_is_not_late(engine, receiving, kinds):
+    """A full pipe makes a worker wait while this process does something else."""
+    worker = Worker(engine, WorkerSpec(f"{SERVICES}:make"))
+    worker.collect()
+    worker.send(do("echo"), 10.0)
+    worker.handle.inbox.clear()
+    worker._since, worker.handle.taken_at = time.monotonic() - 100, time.monotonic() - 100
+    worker.handle.receiving = receiving
+    assert [answer.kind for _, answer in worker.collect()] == kinds

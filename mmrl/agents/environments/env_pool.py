@@ -28,9 +28,9 @@ from mmrl.agents.environments.separate_python import environment_python
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, only_with, rare
 from mmrl.workers.engine import InProcessEngine, WorkerFailure, one_line
-from mmrl.workers.pool import Request
 from mmrl.workers.row_pool import RowLimits, RowPool
 from mmrl.workers.wire import Message, decode, encode
+from mmrl.workers.worker import Request
 
 SERVICE = Path(__file__).resolve().with_name("environment_service.py")
 FOREIGN_SERVICE = Path(__file__).resolve().with_name("foreign_service.py")
@@ -152,6 +152,8 @@ class EnvPool(RowPool["TurnResult | Action"]):
         """Whether the environment has a method `expert`."""
         self.show_images = True
         """Whether the model can see images; environments with an attribute of this name are told at each reset."""
+        self._busy: dict[int, Action | AgentTask] = {}
+        """What rows execute, by row."""
 
     @property
     def live(self) -> list[int]:
@@ -171,17 +173,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
             UserError: there is no such row, or a task is not plain data.
             RunError: workers restart again and again without completing an episode.
         """
-        self.check_open()
-        unknown = [row for row in tasks if not 0 <= row < self.size]
-        if unknown:
-            raise UserError(
-                f"there are no rows {unknown}; environment.workers is {self.size}, so rows range from 0 to workers - 1"
-            )
-        requests = {
-            row: _request("reset", {"task": dict(task.task), "seed": task.seed, "show_images": self.show_images})
-            for row, task in tasks.items()
-        }
-        return {row: _turn(reply) for row, reply in self.begin(requests).items()}
+        return self._ask_all(tasks)
 
     def step(self, actions: Mapping[int, Action]) -> dict[int, TurnResult]:
         """Execute an action in some of the live rows, all at the same time.
@@ -196,16 +188,36 @@ class EnvPool(RowPool["TurnResult | Action"]):
             ValueError: a row is not live.
             UserError: an argument of an action is not plain data.
         """
-        self._check_live(actions)
-        requests = {
-            row: _request("step", {"name": action.name, "arguments": dict(action.arguments), "text": action.text})
-            for row, action in actions.items()
-        }
         # Sent together: a turn of the pool takes as long as its slowest environment.
-        results = {row: _turn(reply) for row, reply in self.ask(requests).items()}
-        # an ended row frees its process, and lost processes start while the policy answers
-        self.settle([row for row, result in results.items() if result.over])
-        self.start_missing()
+        return self._ask_all(actions)
+
+    def submit(self, row: int, asked: Action | AgentTask) -> None:
+        """Execute an action in a live row, or start an episode in any row, without waiting for it; see `poll`.
+
+        A task drops what the row was doing.
+
+        Raises:
+            ValueError: an action's row is not live, or still executes another one.
+            UserError: there is no such row, or task or arguments are not plain data.
+            RunError: workers restart again and again without completing an episode.
+        """
+        self._submit_all({row: asked})
+
+    def poll(self, timeout_s: float = math.inf) -> dict[int, TurnResult]:
+        """Results of submitted actions and tasks, each as `step` and `reset` return it.
+
+        Args:
+            timeout_s: seconds to wait for the next result if there is none; 0 only looks.
+
+        Returns:
+            Results by row; none if the time is up, or if nothing is submitted. Rows without a failure are live unless
+            their episode is over.
+        """
+        results = {row: _turn(reply) for row, reply in self.poll_rows(timeout_s).items()}
+        if acted := [row for row in results if isinstance(self._busy.pop(row), Action)]:
+            # an ended row frees its process, and lost processes start while the policy answers
+            self.settle([row for row in acted if results[row].over])
+            self.start_missing()
         return results
 
     def ask_expert(self, row: int) -> Action | WorkerFailure:
@@ -225,9 +237,44 @@ class EnvPool(RowPool["TurnResult | Action"]):
         return reply
 
     def stop(self, rows: Collection[int]) -> None:
-        """End the episodes of some rows because they reached a limit of the caller; this is not a failure."""
+        """End the episodes of some rows because they reached a limit of the caller; this is not a failure.
+
+        Results of what these rows are still executing are dropped.
+        """
+        for row in self._busy.keys() & set(rows):
+            self.forget(row)
+            del self._busy[row]
         # rows that have already ended are not settled twice
         self.settle(self._live & set(rows))
+
+    def _submit_all(self, asked: Mapping[int, Action | AgentTask]) -> None:
+        self.check_open()
+        actions = [row for row, what in asked.items() if isinstance(what, Action)]
+        self._check_rows([row for row in asked if row not in actions])
+        self._check_live(actions)
+        if busy := sorted(self._busy.keys() & set(actions)):
+            raise ValueError(f"rows {busy} still execute an action; poll() returns its result")
+        # all requests first: nothing is sent if one of them cannot be
+        requests = {row: self._request_for(what) for row, what in asked.items()}
+        for row, request in requests.items():
+            self.submit_request(row, request) if row in actions else self.submit_start(row, request)
+            self._busy[row] = asked[row]
+
+    def _ask_all(self, asked: Mapping[int, Action | AgentTask]) -> dict[int, TurnResult]:
+        """Submit, and wait for all results."""
+        # their results would come in between
+        if others := sorted(self._busy.keys() - asked.keys()):
+            raise ValueError(f"rows {others} still execute an action or a task; poll() returns its result")
+        self._submit_all(asked)
+        results = dict[int, TurnResult]()
+        while len(results) < len(asked):
+            results |= self.poll()
+        return {row: results[row] for row in asked}
+
+    def _request_for(self, asked: Action | AgentTask) -> Request:
+        if isinstance(asked, Action):
+            return _request("step", {"name": asked.name, "arguments": dict(asked.arguments), "text": asked.text})
+        return _request("reset", {"task": dict(asked.task), "seed": asked.seed, "show_images": self.show_images})
 
     def _read(self, answer: Message) -> TurnResult | Action | WorkerFailure:
         fields, arrays = answer.fields, answer.arrays
@@ -244,6 +291,12 @@ class EnvPool(RowPool["TurnResult | Action"]):
         flags = (outcome.terminated, outcome.truncated)
         seconds = float(fields.get("seconds", 0.0))
         return TurnResult(outcome.observation, outcome.reward, *flags, outcome.info, seconds=seconds)
+
+    def _check_rows(self, rows: Collection[int]) -> None:
+        if unknown := [row for row in rows if not 0 <= row < self.size]:
+            raise UserError(
+                f"there are no rows {unknown}; environment.workers is {self.size}, so rows range from 0 to workers - 1"
+            )
 
     def _check_live(self, rows: Collection[int]) -> None:
         dead = [row for row in rows if row not in self._live]

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 
 from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe, AgentRewardConfig
 from mmrl.agents.environments.agent_tasks import AgentTask
-from mmrl.agents.rollout.episodes import Episode, pack_groups
+from mmrl.agents.rollout.episodes import Episode, equal_prompts, pack_groups
 from mmrl.agents.rollout.storage import Record, restore_episode, size_of, store_episode
 from mmrl.core.blocks.divergence import k3
 from mmrl.core.loss import Denominators, Metric, mean_metric
@@ -44,7 +44,6 @@ from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, merge_in_order
 from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
-from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 CORRECTIONS = ("recompute", "behaviour")
@@ -367,15 +366,7 @@ def source_metrics(rollouts: Rollouts, logp: Tensor) -> dict[str, Metric]:
 def _with_shared_prompt(episode: Episode, group: Sequence[Episode]) -> Episode:
     """Give the episode its group's prompt object if the two are equal, so that the prompt is encoded once."""
     for other in group:
-        if other.prompt is not None and episode.prompt is not None and _equal(other.prompt, episode.prompt):
+        if other.prompt is not None and episode.prompt is not None and equal_prompts(other.prompt, episode.prompt):
             episode.prompt = other.prompt
             break
     return episode
-
-
-def _equal(one: Prompt, other: Prompt) -> bool:
-    if not torch.equal(one.input_ids, other.input_ids):
-        return False
-    # pixels too: equal tokens may stand for different images
-    same = one.media.keys() == other.media.keys()
-    return same and all(torch.equal(value.cpu(), other.media[name].cpu()) for name, value in one.media.items())

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from mmrl.agents.agent_evaluation import AgentEvaluationConfig
-from mmrl.agents.agent_recipe import AgentDomain, AgentParts
+from mmrl.agents.agent_recipe import AgentDomain, AgentParts, check_supervised
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.environment import NATIVE
 from mmrl.agents.environments.experts import (
@@ -75,6 +75,7 @@ class AgentCloneConfig(AgentParts, BaseRunConfig):
                 "random_actions draws actions without arguments, which tools do not take; leave it at 0 with "
                 "actions.format native"
             )
+        check_supervised(self)
         check_critic(self.model, needed=False)
 
 

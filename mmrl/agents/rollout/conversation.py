@@ -11,13 +11,14 @@ before; it begins again if the window of turns or images moves on, or if the cha
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -216,6 +217,12 @@ class Writer:
         self._pieces: dict[Any, Prompt] = {}
         self._noticed: dict[tuple[object, ...], Prompt] = {}
         """Observations with a budget notice, until one notice has the right number."""
+
+    def fresh(self) -> Self:
+        """A copy that has not encoded anything yet."""
+        copied = copy.copy(self)
+        copied._turns, copied._pieces, copied._noticed = {}, {}, {}
+        return copied
 
     def begin(self, task: AgentTask, observation: Observation, prompt: Prompt | None = None) -> Conversation:
         """Start a conversation."""

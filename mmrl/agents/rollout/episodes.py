@@ -142,7 +142,7 @@ class OverflowConfig:
 
 @dataclass
 class EpisodeConfig:
-    """Limits on the length of episodes."""
+    """Limits on the length of episodes, and which of them run together."""
 
     max_turns: int = bounded(15, at_least=1)
     """Number of turns after which an episode is truncated, unless the environment ends it earlier."""
@@ -150,6 +150,18 @@ class EpisodeConfig:
     """An episode succeeds if the sum of its rewards exceeds this, unless the environment sets info["success"]."""
     overflow: OverflowConfig = rare(field(default_factory=OverflowConfig))
     """Effect of a turn that does not fit in the model's context, room for `sampler.max_new_tokens` included."""
+    cohort: int | None = bounded(None, at_least=1)
+    """Number of episodes that take their turns together, at most environment.workers. While the environments of one
+    cohort work, other cohorts are sampled, so slow environments hold up only their own cohort. Smaller cohorts wait
+    less and make smaller batches; 1 = each episode by itself. Equal runs have equal bits for any value. Default: all
+    episodes take their turns together."""
+    batching: str = choice("cohorts", ("cohorts", "dynamic"))
+    """How training batches are formed with sampler.engine: vllm. cohorts: by `cohort`. dynamic: all episodes that wait
+    for an answer; batches then depend on how long the environments take, so a run does not repeat bit for bit.
+    Evaluation is always in cohorts."""
+    spare: int = rare(bounded(0, at_least=0))
+    """Additional training episodes of each task. They replace, in order, those that their environment lost, so that
+    groups stay complete; the others are discarded, whichever ended first."""
 
 
 @dataclass
@@ -335,6 +347,33 @@ def _with_own_context(episode: Episode, prompt: Prompt) -> Episode:
         return episode
     own = dataclasses.replace(episode.trajectory, contexts=[Context(0, episode.prompt), *episode.trajectory.contexts])
     return dataclasses.replace(episode, trajectory=own)
+
+
+def share_prompts(episodes: Sequence[Episode]) -> None:
+    """Give episodes of one task with equal first prompts the same object, so that it is read once."""
+    first = dict[str, list[Prompt]]()
+    for episode in episodes:
+        if episode.prompt is None:
+            continue
+        known = first.setdefault(episode.task.id, [])
+        # by place and not by time: the kept object has the features that sampling computed
+        same = next((prompt for prompt in known if equal_prompts(prompt, episode.prompt)), None)
+        if same is None:
+            known.append(episode.prompt)
+        else:
+            episode.prompt = same
+
+
+def equal_prompts(one: Prompt, other: Prompt) -> bool:
+    """Whether two prompts have equal tokens and pixels."""
+    if one is other:
+        return True
+    # pixels too: equal tokens may stand for different images
+    if one.input_ids.shape != other.input_ids.shape or one.media.keys() != other.media.keys():
+        return False
+    pairs = [(one.input_ids, other.input_ids), *((one.media[name], other.media[name]) for name in one.media)]
+    # stored prompts are on the CPU
+    return all(torch.equal(a.cpu(), b.cpu()) for a, b in pairs)
 
 
 def number_observation(observation: Observation, info: Mapping[str, Any]) -> int:

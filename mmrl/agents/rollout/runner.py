@@ -1,16 +1,22 @@
-"""Runs an agent's episodes: many environments and conversations in parallel, sampled in one batch per turn.
+"""Runs an agent's episodes: many environments and conversations in parallel, sampled in batches.
 
 An episode takes a slot of the pool of environments; further episodes start as slots become free. Each episode has its
 own random numbers, so it does not depend on which other episodes run at the same time.
+
+A cohort is a set of episodes that take their turns together, in forward passes of their own. While the environments of
+one cohort work, others are sampled. Which rows a pass holds, and which images it encodes, follows from the cohort's own
+history, so equal runs have equal bits however long the environments take.
 """
 
 from __future__ import annotations
 
+import contextlib
+import math
 import re
 import time
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -33,8 +39,9 @@ from mmrl.agents.environments.environment import (
 from mmrl.agents.environments.native_calls import OK, ToolCall
 from mmrl.agents.environments.programs import count_calls
 from mmrl.agents.environments.videos import Video
+from mmrl.agents.rollout.cohorts import Cohort, split_cohorts
 from mmrl.agents.rollout.conversation import Conversation, Writer
-from mmrl.agents.rollout.episodes import Episode, EpisodeConfig, number_observation
+from mmrl.agents.rollout.episodes import Episode, EpisodeConfig, number_observation, share_prompts
 from mmrl.agents.rollout.turns import TurnSampler
 from mmrl.errors import UserError
 from mmrl.runs.run_log import stopwatch
@@ -84,11 +91,19 @@ class _Slot:
 
     episode: Episode
     conversation: Conversation
+    writer: Writer
+    """Of its cohort."""
     generator: torch.Generator
     fork: Fork | None = None
     """Turns of another episode that it repeats."""
     success: bool | None = None
     """Success as reported by the environment."""
+    answer: ParsedAnswer = field(default_factory=ParsedAnswer)
+    """Its latest answer."""
+    actions: deque[Action] = field(default_factory=deque)
+    """Actions of the answer that have not been executed; the first one may be in execution."""
+    result: TurnResult | None = None
+    """Result of the actions so far; None if nothing was executed."""
 
     @property
     def repeats(self) -> bool:
@@ -116,10 +131,12 @@ class EpisodeRunner:
         writer: turns observations into prompts.
         actions: how actions are read from answers.
         sampler: sampling of a turn.
-        limits: turns of an episode.
+        limits: turns of an episode, and size of cohorts.
         bootstrap_observation: whether truncated episodes end with the observation after their last action.
         transcripts: whether episodes keep their conversations for reward functions.
         engine: inference engine that samples with the policy's weights; None samples with the policy itself.
+        dynamic: whether all episodes that wait for an answer are sampled together, instead of in cohorts; batches then
+            depend on how long the environments take.
     """
 
     def __init__(
@@ -134,6 +151,7 @@ class EpisodeRunner:
         bootstrap_observation: bool = False,
         transcripts: bool = False,
         engine: EngineSampler | None = None,
+        dynamic: bool = False,
     ) -> None:
         self._policy = policy
         self._pool = pool
@@ -144,6 +162,11 @@ class EpisodeRunner:
         self._bootstrap_observation = bootstrap_observation
         self._transcripts = transcripts
         self._engine = engine
+        self._dynamic = dynamic
+        self.total_s = 0.0
+        """Seconds of all runs."""
+        self.sampling_s = 0.0
+        """Seconds of them in which the policy read or wrote tokens."""
 
     def run(
         self,
@@ -172,42 +195,97 @@ class EpisodeRunner:
         episodes = [Episode(task) for task in tasks]
         for episode, recorded in zip(episodes, video, strict=False):
             episode.video = Video(episode.task.id) if recorded else None
-        # as many rows as environments: a row of the sampler is a slot of the pool
-        turns = TurnSampler(self._policy, self._sampler, self._pool.size, engine=self._engine)
-        waiting = deque(range(len(tasks)))
-        running = dict[int, _Slot]()
-        first = dict[str, tuple[Observation, Prompt]]()
-        while waiting or running:
-            # A loop, not a branch: episodes that fail at the start leave their slots free for the next ones.
-            while waiting and len(running) < self._pool.size:
-                # ascending, so that equal runs put episodes into equal slots
-                free = [row for row in range(self._pool.size) if row not in running]
-                index = {row: waiting.popleft() for row, _ in zip(free, list(waiting), strict=False)}
-                with stopwatch("environment"):
-                    results = self._pool.reset({row: episodes[number].task for row, number in index.items()})
-                started = {row: self._start(episodes[index[row]], result, first) for row, result in results.items()}
-                self._pool.stop([row for row, conversation in started.items() if conversation is None])
-                new = {
-                    row: _Slot(
-                        episodes[index[row]],
-                        conversation,
-                        # by episode, not by slot: which slot is free depends on the other episodes
-                        torch.Generator().manual_seed(seeds[index[row]]),
-                        forks[index[row]] if forks else None,
-                    )
-                    for row, conversation in started.items()
-                    if conversation is not None
-                }
-                self._check_repeats(new)
-                if new:
-                    self._read_first(new, turns)
-                    running |= new
-            if running:
-                self._take_turn(running, turns, greedy)
+        began = time.perf_counter()
+        cohorts = self._cohorts(len(tasks))
+        try:
+            self._play(cohorts, episodes, seeds, forks, greedy)
+        finally:
+            # after an error: results of other cohorts are of no use
+            self._pool.stop(range(self._pool.size))
+        self.total_s += time.perf_counter() - began
+        if len(cohorts) > 1:
+            share_prompts(episodes)
         return episodes
 
+    def _cohorts(self, count: int) -> list[Cohort[_Slot]]:
+        size = None if self._dynamic else self._limits.cohort
+        parts = split_cohorts(count, self._pool.size, size)
+        return [Cohort(own, rows, lock_step=not self._dynamic) for own, rows in parts]
+
+    def _play(
+        self,
+        cohorts: Sequence[Cohort[_Slot]],
+        episodes: Sequence[Episode],
+        seeds: Sequence[int],
+        forks: Sequence[Fork | None],
+        greedy: bool,
+    ) -> None:
+        """Run all cohorts to their ends, each in free rows of the pool."""
+        waiting, running = deque(cohorts), list[Cohort[_Slot]]()
+        free = list(range(self._pool.size))
+        while waiting or running:
+            while waiting and waiting[0].size <= len(free):
+                cohort = waiting.popleft()
+                cohort.rows, free = free[: cohort.size], free[cohort.size :]
+                # Caches of its own, or what a pass encodes would depend on which cohort came first.
+                cohort.writer = self._writer.fresh()
+                cohort.turns = TurnSampler(self._policy, self._sampler, cohort.size, engine=self._engine)
+                running.append(cohort)
+            due = [cohort for cohort in running if cohort.is_due]
+            for cohort in due:
+                self._end_turn(cohort)
+                self._begin(cohort, episodes, seeds, forks)
+                self._take_turn(cohort, greedy)
+                # environments of other cohorts get their next actions in between
+                self._receive(running, 0.0)
+            if not due:
+                self._receive(running, math.inf)
+            free = sorted([*free, *(row for cohort in running if cohort.is_over for row in cohort.rows)])
+            running = [cohort for cohort in running if not cohort.is_over]
+
+    def _receive(self, cohorts: Sequence[Cohort[_Slot]], timeout_s: float) -> None:
+        """Take the results that are there, or the next ones."""
+        places = {row: (cohort, place) for cohort in cohorts for place, row in enumerate(cohort.rows)}
+        with stopwatch("environment"):
+            results = self._pool.poll(timeout_s)
+        for row, result in results.items():
+            cohort, place = places[row]
+            if place in cohort.starting:
+                cohort.started[place] = result
+                cohort.away.remove(place)
+            else:
+                self._take_result(cohort, place, result)
+
+    def _begin(
+        self, cohort: Cohort[_Slot], episodes: Sequence[Episode], seeds: Sequence[int], forks: Sequence[Fork | None]
+    ) -> None:
+        """Read the first observations that are there, and start environments for free places."""
+        started, cohort.started = cohort.started, {}
+        new = dict[int, _Slot]()
+        for place in sorted(started):
+            index = cohort.starting.pop(place)
+            conversation = self._start(episodes[index], started[place], cohort.writer, cohort.first)
+            if conversation is None:
+                self._pool.stop([cohort.rows[place]])
+                continue
+            # by episode, not by place: which place is free depends on the other episodes
+            generator = torch.Generator().manual_seed(seeds[index])
+            fork = forks[index] if forks else None
+            new[place] = _Slot(episodes[index], conversation, cohort.writer, generator, fork)
+        self._check_repeats(new)
+        if new:
+            self._read_first(new, cohort.turns)
+            cohort.running |= new
+        # also after episodes that failed at the start, whose places are free
+        for place, index in cohort.next_starts().items():
+            self._pool.submit(cohort.rows[place], episodes[index].task)
+
     def _start(
-        self, episode: Episode, result: TurnResult, first: dict[str, tuple[Observation, Prompt]]
+        self,
+        episode: Episode,
+        result: TurnResult,
+        writer: Writer,
+        first: dict[str, tuple[Observation, Prompt]],
     ) -> Conversation | None:
         """Start the conversation of an episode; None if the episode is already over."""
         if result.failure is not None or result.over:
@@ -219,7 +297,7 @@ class EpisodeRunner:
         # Equal first observations share one prompt object, so that it is read once.
         shared = known[1] if known is not None and _equal_observations(known[0], result.observation) else None
         try:
-            conversation = self._writer.begin(episode.task, result.observation, shared)
+            conversation = writer.begin(episode.task, result.observation, shared)
         except TaskError as error:
             note_overflow(episode, error)
             return None
@@ -236,40 +314,82 @@ class EpisodeRunner:
         distinct = {id(prompt): prompt for prompt in prompts.values()}
         index = {key: number for number, key in enumerate(distinct)}
         rows = _rows(slots)
-        with stopwatch("prefill"):
+        with self._sampling("prefill"):
             which = torch.tensor([index[id(prompts[row])] for row in rows.tolist()])
             turns.begin(rows, list(distinct.values()), which)
 
-    def _take_turn(self, running: dict[int, _Slot], turns: TurnSampler, greedy: bool) -> None:
-        """One answer and its actions in every running episode."""
-        rows, began = _rows(running), time.perf_counter()
-        answers, seconds = self._answers(running, turns, greedy), time.perf_counter() - began
-        parsed = {row: self._note(running[row], answers[row], seconds) for row in rows.tolist()}
-        with stopwatch("environment"):
-            results = self._act(running, parsed)
-        over = [row for row in rows.tolist() if self._is_over(running[row], parsed[row], results.get(row))]
+    def _take_turn(self, cohort: Cohort[_Slot], greedy: bool) -> None:
+        """Sample an answer of each episode that waits for one, and send its first action."""
+        ready, began = cohort.ready(), time.perf_counter()
+        if not ready:
+            return
+        answers, seconds = self._answers(ready, cohort.turns, greedy), time.perf_counter() - began
+        for place in sorted(ready):
+            slot = ready[place]
+            slot.answer, slot.result = self._note(slot, answers[place], seconds), None
+            slot.actions = deque(slot.answer.actions)
+            self._act(cohort, place)
+
+    def _act(self, cohort: Cohort[_Slot], place: int) -> None:
+        """Send the next action of an answer, if there is one."""
+        slot = cohort.running[place]
+        if slot.actions:
+            cohort.away.add(place)
+            self._pool.submit(cohort.rows[place], slot.actions[0])
+        else:
+            cohort.away.discard(place)
+            cohort.acted.add(place)
+
+    def _take_result(self, cohort: Cohort[_Slot], place: int, result: TurnResult) -> None:
+        """Keep the result of an action and go on with the next one."""
+        slot = cohort.running[place]
+        action = slot.actions.popleft()
+        self._record(slot, action, result)
+        if self._writer.tools:
+            # the agent sees what each of its calls returned, not just the last
+            result = _with_earlier(slot.result, _with_name(action, result))
+        slot.result = result
+        if result.over:
+            # actions after the end of an episode are not executed
+            slot.actions.clear()
+        self._act(cohort, place)
+
+    def _end_turn(self, cohort: Cohort[_Slot]) -> None:
+        """Append the observations after the actions, and end the episodes that are over."""
+        acted, cohort.acted = sorted(cohort.acted), set()
+        if not acted:
+            return
+        turns, running = cohort.turns, {place: cohort.running[place] for place in acted}
+        parsed = {place: slot.answer for place, slot in running.items()}
+        results = {place: slot.result for place, slot in running.items() if slot.result is not None}
+        over = [place for place in acted if self._is_over(running[place], parsed[place], results.get(place))]
         # Before the rows are dropped from `turns`, which knows how much room they have left.
         if self._bootstrap_observation:
-            self._add_bootstrap_observations({row: running[row] for row in over}, parsed, results, turns)
+            self._add_bootstrap_observations({place: running[place] for place in over}, parsed, results, turns)
         # Ended episodes are left out, so that no observation is read that nobody answers.
-        active = {row: slot for row, slot in running.items() if row not in over}
+        active = {place: slot for place, slot in running.items() if place not in over}
         over += self._observe(active, parsed, results, turns)
         self._check_repeats(running)
-        self._pool.stop(over)
+        self._pool.stop([cohort.rows[place] for place in over])
         turns.drop(torch.tensor(sorted(over), dtype=torch.int64))
-        for row in over:
-            slot = running.pop(row)
-            episode = slot.episode
-            if episode.has_result:
-                above = episode.total > self._limits.success_above
-                reported = above if slot.success is None else slot.success
-                # Where nobody asked for the verdict, a solved screen that was not paid is no success.
-                episode.success = reported and (above or episode.ending not in ("unreadable", "cut"))
-                if episode.video is not None:
-                    episode.video.end(episode.last, episode.total, episode.success)
-                if self._transcripts:
-                    last = results[row].observation if row in results else None
-                    episode.transcript = self._writer.transcript(slot.conversation, episode.answers, last)
+        for place in over:
+            slot = cohort.running.pop(place)
+            self._end(slot)
+
+    def _end(self, slot: _Slot) -> None:
+        """Set the success of an episode that is over, and complete its video and transcript."""
+        episode = slot.episode
+        if not episode.has_result:
+            return
+        above = episode.total > self._limits.success_above
+        reported = above if slot.success is None else slot.success
+        # Where nobody asked for the verdict, a solved screen that was not paid is no success.
+        episode.success = reported and (above or episode.ending not in ("unreadable", "cut"))
+        if episode.video is not None:
+            episode.video.end(episode.last, episode.total, episode.success)
+        if self._transcripts:
+            last = None if slot.result is None else slot.result.observation
+            episode.transcript = self._writer.transcript(slot.conversation, episode.answers, last)
 
     def _answers(self, running: dict[int, _Slot], turns: TurnSampler, greedy: bool) -> dict[int, _Answer]:
         """The answer of each row: copied from the fork's source in repeated turns, sampled otherwise."""
@@ -286,7 +406,7 @@ class EpisodeRunner:
             # Always the full width: a turn's random numbers must not depend on the lengths of earlier answers.
             width = self._sampler.max_new_tokens
             uniforms = [torch.rand(width, generator=asked[row].generator) for row in sorted(asked) if not greedy]
-            with stopwatch("decode"):
+            with self._sampling("decode"):
                 drawn = turns.sample(_rows(asked), torch.stack(uniforms) if uniforms else None)
             answers |= {row: _answer(drawn, index) for index, row in enumerate(sorted(asked))}
         return answers
@@ -313,24 +433,6 @@ class EpisodeRunner:
         parsed = self._writer.parse(slot.conversation, self._actions, answer.ids, answer.text, answer.finish)
         episode.errors.append(parsed.error or "")
         return parsed
-
-    def _act(self, running: dict[int, _Slot], parsed: dict[int, ParsedAnswer]) -> dict[int, TurnResult]:
-        """Execute all answers' actions, one answer's actions in sequence; returns the last result of each row."""
-        results: dict[int, TurnResult] = {}
-        queues = {row: deque(answer.actions) for row, answer in parsed.items()}
-        # The k-th actions of all answers go to the pool together, since it steps its environments in parallel.
-        while any(queues.values()):
-            actions = {row: queue.popleft() for row, queue in queues.items() if queue}
-            for row, result in self._pool.step(actions).items():
-                self._record(running[row], actions[row], result)
-                if self._writer.tools:
-                    # the agent sees what each of its calls returned, not just the last
-                    result = _with_earlier(results.get(row), _with_name(actions[row], result))
-                results[row] = result
-                if result.over:
-                    # actions after the end of an episode are not executed
-                    queues[row].clear()
-        return results
 
     def _record(self, slot: _Slot, action: Action, result: TurnResult) -> None:
         episode = slot.episode
@@ -404,7 +506,7 @@ class EpisodeRunner:
             same = episode.anchors[-1]
             episode.anchors.append(same if result is None else number_observation(result.observation, result.info))
             (restarted if restarts else added)[row] = prompt
-        with stopwatch("prefill"):
+        with self._sampling("prefill"):
             if added:
                 turns.extend(_rows(added), list(added.values()))
             if restarted:
@@ -444,10 +546,18 @@ class EpisodeRunner:
         observation = Observation() if result is None else result.observation
         if answer.calls:
             observation = _with_errors(observation, answer.calls)
-        part = self._writer.follow(slot.conversation, observation, answer.note)
-        cut = self._writer.cut(slot.conversation)
+        part = slot.writer.follow(slot.conversation, observation, answer.note)
+        cut = slot.writer.cut(slot.conversation)
         # a restarted conversation begins with all positions
         return (part, False, room - len(part)) if cut is None else (cut, True, self._policy.positions - len(cut))
+
+    @contextlib.contextmanager
+    def _sampling(self, stage: str) -> Iterator[None]:
+        """Add the seconds inside to a stage of the step and to those of sampling."""
+        began = time.perf_counter()
+        with stopwatch(stage):
+            yield
+        self.sampling_s += time.perf_counter() - began
 
     def _room(self, slots: dict[int, _Slot], turns: TurnSampler) -> list[int]:
         """Positions left in each row, in order."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from mmrl.agents.agent_recipe import AgentParts
+from mmrl.agents.agent_recipe import AgentParts, check_supervised
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.environment import CUT, NATIVE, Action, as_outcome, as_start, write_answer
 from mmrl.agents.environments.experts import (
@@ -74,6 +74,7 @@ class AgentRevisionConfig(AgentParts, BaseRunConfig):
                 "agent_revision writes a thought before the expert's action, which actions.format native cannot; set "
                 "actions.format: tool_call"
             )
+        check_supervised(self)
         check_critic(self.model, needed=False)
         if self.actions.limit > 1:
             raise ValueError(

@@ -42,7 +42,8 @@ from mmrl.workers import wire
 from mmrl.workers.engine import WorkerFailure, WorkerSpec
 from mmrl.workers.interpreters import environment_folder, install, python_in, run_apart
 from mmrl.workers.listen import TOKEN
-from mmrl.workers.pool import Request, WorkerPool
+from mmrl.workers.pool import WorkerPool
+from mmrl.workers.worker import Request
 
 NAME = "vllm"
 TORCH = "torch==2.13.0"

@@ -31,10 +31,10 @@ from mmrl.workers import wire
 from mmrl.workers.engine import WorkerFailure, one_line
 from mmrl.workers.loading import names_function
 from mmrl.workers.memory import usable_cores
-from mmrl.workers.pool import Request
 from mmrl.workers.row_pool import RowLimits, RowPool
 from mmrl.workers.vector import board
 from mmrl.workers.wire import Message
+from mmrl.workers.worker import Request
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
