@@ -146,6 +146,8 @@ class AggregatedDemonstrations(Demonstrations):
     def of(cls, given: Demonstrations) -> AggregatedDemonstrations:
         """Demonstrations without watched episodes."""
         parts = {item.name: getattr(given, item.name) for item in dataclasses.fields(given)}
+        # the lists grow here and stay as they are there
+        parts = {name: part.copy() if isinstance(part, list) else part for name, part in parts.items()}
         owners = [np.ones(len(actions), bool) for actions in given.actions]
         return cls(**parts, by_person=owners, starts=given.transitions)
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import numpy as np
+import torch
 
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrackingConfig
 from robotics.episodes.demonstrations import DemonstrationConfig
@@ -10,6 +11,7 @@ from robotics.episodes.payload import EpisodeSetConfig
 from robotics.interventions.devices import DeviceInput
 from robotics.interventions.hg_dagger import HgDaggerConfig, InterventionConfig
 from robotics.interventions.overseers import OverseerConfig
+from robotics.policies.base.action_policy import ActionChoice
 from robotics.policies.policy_loading import ActionPolicyConfig
 from robotics.sim.opening import SimConfig
 from tests.robotics.line_demos import BLIND, SPEED
@@ -80,3 +82,21 @@ def dagger(folder, demos, **changes):
     config.evaluation.videos = 0
     config.validate()
     return config
+
+
+class AlwaysPolicy:
+    """Always chooses the same action; `seen` has the control steps of the first row at which it observed."""
+
+    statistics, action_range, past = None, None, 0
+    device = torch.device("cpu")
+
+    def __init__(self, *action: float, chunk: int = 1):
+        self.action, self.action_size, self.chunk = action, len(action), chunk
+        self.sim, self.seen = None, []
+
+    def act(self, batch, generator, temperature=1.0, greedy=False):
+        assert greedy
+        if self.sim is not None:
+            self.seen.append(int(self.sim.elapsed[0]))
+        actions = torch.tensor(self.action).expand(len(batch), self.chunk, self.action_size)
+        return ActionChoice(actions, actions, torch.zeros(len(batch), self.chunk))
