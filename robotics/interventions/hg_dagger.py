@@ -237,8 +237,6 @@ class HgDaggerRecipe(CloneRecipe):
     own_loss = "hg_dagger"
 
     def __init__(self, config: HgDaggerConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
-        if PartialState().num_processes > 1:
-            raise UserError("robot_hg_dagger runs in one process, since its dataset grows; leave out --processes")
         super().__init__(config, policy, sim)
         about = config.demonstrations
         self.demonstrations: AggregatedDemonstrations = AggregatedDemonstrations.of(self.demonstrations)
@@ -268,16 +266,17 @@ class HgDaggerRecipe(CloneRecipe):
         wanted = attempts_before(config, step.number)
         begins = wanted > len(self.aggregate.attempts)
         if self._published is None or (begins and self._published != step.number):
-            publish(self.policy, Path(config.output_dir), step.number)
-            self._published = step.number
+            self._publish(step.number)
         return not begins or len(read_attempts(self.aggregate.folder)) >= wanted
 
     def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Add the episodes of a round that begins, and draw a batch from all transitions so far."""
         wanted = attempts_before(self.config, step.number)
         if wanted > len(self.aggregate.attempts):
-            if not self.config.interventions.live:
+            process = PartialState()
+            if process.is_main_process and not self.config.interventions.live:
                 self._collect(policy, wanted)
+            process.wait_for_everyone()
             self._take(wanted)
         known = self.demonstrations.transitions
         # one draw per place, with replacement: the dataset grows, so there are no epochs
@@ -289,7 +288,7 @@ class HgDaggerRecipe(CloneRecipe):
         """Give a live session the last weights too."""
         super().on_step_end(step, metrics)
         if self.config.interventions.live and step.number + 1 == step.total:
-            publish(self.policy, Path(self.config.output_dir), step.total)
+            self._publish(step.total)
 
     def describe(self) -> str:
         """Name of the loss."""
@@ -302,6 +301,11 @@ class HgDaggerRecipe(CloneRecipe):
         count = self.demonstrations.num_transitions
         found = super().step_metrics(rollouts) | {"data/person_steps": float(self.aggregate.person_steps)}
         return found | {"data/epoch": self._rows / count} | self._round
+
+    def _publish(self, step: int) -> None:
+        if PartialState().is_main_process:
+            publish(self.policy, Path(self.config.output_dir), step)
+        self._published = step
 
     def _collect(self, policy: ActionPolicy, wanted: int) -> None:
         """Run the attempts that the dataset lacks, as many at once as the simulator can."""

@@ -27,8 +27,8 @@ class ControlRate:
 class Pacer:
     """Starts control steps at a fixed rate.
 
-    A step that is late does not shift those after it, unless it is late by more than a period. Then the missed ticks
-    are dropped, because a robot must not catch up with a burst of commands.
+    A step that is a little late does not shift those after it. If it is late by more than half a period, the others
+    follow at the rate from there on, because a robot must not catch up with a burst of commands.
 
     Args:
         hz: control steps per second.
@@ -57,7 +57,7 @@ class Pacer:
             self.sleep(self._due - now)
         else:
             self._late += 1
-            self._due = max(self._due, now - period)
+            self._due = now if now - self._due > period / 2 else self._due
         self._starts.append(self.clock())
         self._due += period
 

@@ -240,10 +240,12 @@ class _Session:
         while True:
             self._learner.check()
             found = published(Path(self._config.output_dir))
-            if found is not None and found[1] == self._learner.process.pid:
+            started = found is not None and found[1] == self._learner.process.pid
+            # before its first round, the learner clones the demonstrations
+            if found is not None and started and found[0] >= self._config.interventions.first:
                 break
             if self._learner.process.poll() is not None:
-                return  # it had nothing left to do
+                break  # it had nothing left to do
             time.sleep(POLL_S)
         self._load_weights()
 

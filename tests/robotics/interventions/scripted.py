@@ -34,7 +34,10 @@ class ExpertLine(LineSim):
 
 def open_expert_line(config):
     """Factory for `sim.kind`."""
-    return ExpertLine(**config.options, views=config.views)
+    options = dict(config.options)
+    sim = ExpertLine(**{name: value for name, value in options.items() if name != "hz"}, views=config.views)
+    sim.control_hz = options.get("hz", sim.control_hz)
+    return sim
 
 
 class FakeDevice:
