@@ -251,7 +251,7 @@ class SpaceMouseDevice:
 
 
 def _keys_or_none() -> Device | None:
-    """A window with its keys; None without pygame or without a display, as beside a real robot."""
+    """A window with its keys; None without pygame or without a display, as next to a real robot."""
     try:
         return KeyboardDevice()
     except UserError:

@@ -76,7 +76,7 @@ Noted = Callable[[JournalStep], None]
 
 
 class _Plans:
-    """The policy's chunks of actions, row by row; a row plans anew when its chunk is used up or was interrupted."""
+    """The policy's chunks of actions, row by row; a row plans again when its chunk is used up or was interrupted."""
 
     def __init__(
         self, policy: ActionPolicy, episodes: Sequence[EpisodeSpec], settings: ActingSettings, seeds: Sequence[int]

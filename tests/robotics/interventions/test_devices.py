@@ -139,7 +139,7 @@ def test_sticks_and_buttons_of_a_gamepad(window, pads):
 
 def test_missing_and_unknown_gamepads_are_refused(window, pads, monkeypatch):
     pads.known = False
-    with pytest.raises(UserError, match="no mapping of buttons for Odd Pad; .*SDL_GAMECONTROLLERCONFIG"):
+    with pytest.raises(UserError, match=r"no mapping of buttons for Odd Pad; .*SDL_GAMECONTROLLERCONFIG"):
         GamepadDevice(window)
     again = Window((64, 64))
     monkeypatch.setattr(again.pygame.joystick, "get_count", lambda: 0)
@@ -214,5 +214,5 @@ def test_a_machine_without_a_spacemouse_is_told_so(monkeypatch):
 
     library = SimpleNamespace(open=nothing, AxisConvention=SimpleNamespace(ROS="ros"))
     monkeypatch.setitem(sys.modules, "pyspacemouse", library)
-    with pytest.raises(UserError, match="no SpaceMouse was found .No connected devices found.*udev"):
+    with pytest.raises(UserError, match=r"no SpaceMouse was found .No connected devices found.*udev"):
         open_device("spacemouse")

@@ -73,7 +73,9 @@ def test_two_rounds_add_the_overseers_steps_and_only_those(finished):
 def test_the_same_run_again_gives_the_same_data_and_weights(finished, tmp_path, demos):
     again = train(ENTRY, dagger(tmp_path / "run", demos))
     assert torch.equal(weights(again), weights(finished))
-    for one, other in zip(LeRobotReader(again / "interventions"), LeRobotReader(finished / "interventions"), strict=True):
+    for one, other in zip(
+        LeRobotReader(again / "interventions"), LeRobotReader(finished / "interventions"), strict=True
+    ):
         np.testing.assert_array_equal(one.action, other.action)
         np.testing.assert_array_equal(one.extra["intervention"], other.extra["intervention"])
 
@@ -139,10 +141,12 @@ def test_an_episode_without_interventions_adds_nothing(demos):
 
 
 def test_rounds_begin_after_the_first_steps(tmp_path, demos):
-    config = dagger(tmp_path / "run", demos, interventions={"first": 2, "every": 3, "episodes": 5}, trainer={"steps": 9})
+    config = dagger(
+        tmp_path / "run", demos, interventions={"first": 2, "every": 3, "episodes": 5}, trainer={"steps": 9}
+    )
     assert [attempts_before(config, step) for step in range(9)] == [0, 0, 5, 5, 5, 10, 10, 10, 15]
     assert config.attempts == 15
-    with pytest.raises(ValueError, match="the first round only comes after interventions.first = 4 steps"):
+    with pytest.raises(ValueError, match=r"the first round only comes after interventions.first = 4 steps"):
         dagger(tmp_path / "run", demos, interventions={"first": 4})
 
 

@@ -137,7 +137,7 @@ def test_a_reversed_axis_and_a_speed_scale_the_motion():
 
 
 def test_unknown_axes_are_refused():
-    with pytest.raises(UserError, match="does not name the 1 entries of its actions.*overseer.axes"):
+    with pytest.raises(UserError, match=r"does not name the 1 entries of its actions.*overseer.axes"):
         axes_of(LineSim())
     with pytest.raises(UserError, match="lists 1 axes, but an action has 3 entries"):
         axes_of(Arm(), ["x"])

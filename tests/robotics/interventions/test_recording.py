@@ -24,6 +24,19 @@ class PowerCutError(Exception):
     """Ends a recording in the middle of an episode."""
 
 
+def _dying(record, die_at):
+    """Notes control steps until the process ends."""
+    noted = []
+
+    def note(step):
+        record.note(step)
+        noted.append(step)
+        if die_at is not None and len(noted) > die_at:
+            raise PowerCutError
+
+    return note
+
+
 def session(folder, device, episodes=1, die_at=None, camera=()):
     """Record episodes as a live session does; with `die_at`, the process ends before that control step is executed."""
     sim, person = ExpertLine(), Person(device)
@@ -32,13 +45,7 @@ def session(folder, device, episodes=1, die_at=None, camera=()):
         while len(record.attempts) < episodes:
             recalled, record.unfinished = record.unfinished, []
 
-            def note(step, first=len(recalled), record=record):
-                record.note(step)
-                if die_at is not None and note.count + first == die_at:
-                    raise PowerCutError
-                note.count += 1
-
-            note.count = 0
+            note = _dying(record, None if die_at is None else die_at - len(recalled))
             (episode,) = run_watched(
                 AlwaysPolicy(-0.1), sim, [RIGHT], person, ActingSettings(), [0], note=note, recalled=recalled
             )
@@ -48,8 +55,10 @@ def session(folder, device, episodes=1, die_at=None, camera=()):
 def content(folder):
     reader = LeRobotReader(folder)
     return [
-        (episode.task, episode.success, episode.state.tolist(), episode.action.tolist())
-        + tuple(values.tolist() for _, values in sorted(episode.extra.items()))
+        (
+            *(episode.task, episode.success, episode.state.tolist(), episode.action.tolist()),
+            *(values.tolist() for _, values in sorted(episode.extra.items())),
+        )
         for episode in reader
     ]
 
@@ -129,7 +138,7 @@ def test_an_attempt_whose_environment_failed_is_counted_and_has_no_episode(tmp_p
 def test_a_dataset_that_was_not_recorded_here_is_refused(tmp_path):
     session(tmp_path / "data", FakeDevice(INPUTS))
     (tmp_path / "data" / LINES_PATH).unlink()
-    with pytest.raises(UserError, match="has 1 episodes, but meta/interventions.jsonl names 0"):
+    with pytest.raises(UserError, match=r"has 1 episodes, but meta/interventions.jsonl names 0"):
         InterventionRecord(tmp_path / "data", ExpertLine())
     with EpisodeWriter(tmp_path / "other", 10, robot_features(2, 1)) as writer:
         writer.add_episode(np.zeros((2, 2)), np.zeros((2, 1)), None, "go", True)

@@ -151,9 +151,9 @@ def test_a_person_quits_and_goes_on_and_may_begin_again(config, tmp_path, monkey
 
 def test_wrong_configurations_are_refused_before_anything_starts(config, tmp_path):
     file = config()
-    with pytest.raises(UserError, match="interventions.live is false"):
+    with pytest.raises(UserError, match=r"interventions.live is false"):
         session.intervene(file, ["interventions.live=false"], print)
-    with pytest.raises(UserError, match="records with the policy of model.path, which is empty"):
+    with pytest.raises(UserError, match=r"records with the policy of model.path, which is empty"):
         session.intervene(config(path=""), [], print, learn=False)
     other = tmp_path / "clone.yaml"
     other.write_text("recipe: robot_clone\ndemonstrations: {path: x}\n")
