@@ -281,7 +281,7 @@ class HgDaggerRecipe(CloneRecipe):
         known = self.demonstrations.transitions
         # one draw per place, with replacement: the dataset grows, so there are no epochs
         drawn = streams.seeds(len(tasks), 1, purpose="transition").flatten().tolist()
-        self._rows = (step.number + 1) * len(tasks)
+        self._rows = (step.number + 1) * self.config.trainer.tasks_per_step  # of all processes
         return self.batch(policy, [known[seed % len(known)] for seed in drawn], streams, step)
 
     def on_step_end(self, step: Step, metrics: Any) -> None:

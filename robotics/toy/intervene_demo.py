@@ -20,6 +20,7 @@ from robotics.interventions.record import INTERVENTION, read_attempts
 from robotics.scenes.videos import Caption, write_caption
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import open_video_sim
+from robotics.sim.rendering import Outcome
 
 CONFIGS = Path("configs/robotics")
 SPLIT = "held_out"
@@ -109,7 +110,9 @@ def write_film(run_dir: Path, path: Path) -> Path:
             episode = reader.episode(line["episode_index"])
             spec = EpisodeSpec(line["task"], episode.task, line["layout"], line["split"])
             seen, success = replay_episode(sim, spec, episode.action)
-            frames += _marked(seen, episode.extra[INTERVENTION].ravel(), f"round {_round(line, config)}", success)
+            frames += _marked(
+                seen, episode.extra[INTERVENTION].ravel().tolist(), f"round {_round(line, config)}", success, reader.fps
+            )
     finally:
         sim.close()
     return write_mp4(path, frames, reader.fps)
@@ -119,7 +122,7 @@ def _round(line: dict[str, Any], config: Any) -> int:
     return 1 + int(line["attempt"]) // int(config.interventions.episodes)
 
 
-def _marked(frames: np.ndarray, owners: Sequence[bool], text: str, success: bool) -> list[np.ndarray]:
+def _marked(frames: np.ndarray, owners: Sequence[bool], text: str, success: bool, fps: float) -> list[np.ndarray]:
     marked = []
     for number, frame in enumerate(frames):
         picture = frame.copy()
@@ -128,7 +131,8 @@ def _marked(frames: np.ndarray, owners: Sequence[bool], text: str, success: bool
             for side in (np.s_[:EDGE], np.s_[-EDGE:], np.s_[:, :EDGE], np.s_[:, -EDGE:]):
                 picture[side] = ORANGE
         last = number == len(frames) - 1
-        outcome = ("success" if success else "failure") if last else ""
-        picture = write_caption(picture, Caption(text, number / 10, outcome))
-        marked += [picture] * (10 if last else 1)
+        ending: Outcome = "success" if success else "failure"
+        picture = write_caption(picture, Caption(text, number / fps, ending if last else ""))
+        # the end is held for a second
+        marked += [picture] * (round(fps) if last else 1)
     return marked

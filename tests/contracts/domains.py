@@ -340,7 +340,8 @@ def _robotics(name: str, folder: Path) -> Any:
     if name == "robot_hg_dagger":
         from tests.robotics.interventions.scripted import dagger
 
-        return dagger(folder / "run", demonstrate_line(folder), trainer={"steps": 2, "tasks_per_step": 4})
+        small = {"steps": 2, "tasks_per_step": 4}
+        return dagger(folder / "run", demonstrate_line(folder), trainer=small, eval_data={})
     if find_recipe(name).supervised:
         return kind(**(settings | _cloning(folder)))
     config = kind(**settings, data=EpisodeSetConfig(tasks=["right"], layouts=20))
