@@ -167,6 +167,7 @@ def test_a_simulator_without_a_rate_is_refused(config):
         session.intervene(config(hz="null"), [], print, learn=False)
 
 
+@pytest.mark.slow
 def test_a_learner_that_fails_ends_the_session_with_its_last_words(config):
     # demonstrations that are not there
     with pytest.raises(RunError, match=r"the learner ended with code 2: .*nowhere.*recorded episodes are kept"):
