@@ -341,7 +341,9 @@ def _robotics(name: str, folder: Path) -> Any:
         from tests.robotics.interventions.scripted import dagger
 
         small = {"steps": 2, "tasks_per_step": 4}
-        return dagger(folder / "run", demonstrate_line(folder), trainer=small, eval_data={})
+        return dagger(
+            folder / "run", demonstrate_line(folder), trainer=small, eval_data={}, checkpoint=CheckpointConfig(every=1)
+        )
     if find_recipe(name).supervised:
         return kind(**(settings | _cloning(folder)))
     config = kind(**settings, data=EpisodeSetConfig(tasks=["right"], layouts=20))

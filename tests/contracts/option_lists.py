@@ -295,6 +295,7 @@ OWN: dict[str, dict[str, str]] = {
         ),
         **KEPT,
         "interventions.path": "a folder",
+        "interventions.live": "the run then waits for the episodes of another process",
         "interventions.overseer.axes": "of a person's device",
         "interventions.overseer.speed": "of a person's device",
     },
