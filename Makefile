@@ -14,7 +14,7 @@ help:
 	@echo "make demo            a tiny vision-language model learns to read digits: supervised, then PAPO; about 5 minutes"
 	@echo "make demo-diffusion  a tiny flow model learns to draw digits, then AWM; writes images; about 2 minutes"
 	@echo "make demo-robot      a robot arm learns from demonstrations, then with PPO; writes videos; about 7 minutes"
-	@echo "make demo-intervene  a weak robot policy learns from the corrections of a (scripted) person; writes a film; about 5 minutes"
+	@echo "make demo-intervene  a weak robot policy learns from the corrections of a (scripted) person; writes a film; about 7 minutes"
 	@echo "make demo-gui        a model learns to find elements on screens: supervised, then AEPO; writes a video; about 8 minutes"
 	@echo "make demo-flow       a world model of 3D flow moves objects with an unseen arm; writes videos; about 10 minutes"
 	@echo "make demo-video      an agent learns which frames of long videos a model needs; writes image strips; about 7 minutes"
