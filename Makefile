@@ -6,7 +6,7 @@ TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 WORKERS ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-text demo-diffusion demo-robot demo-gui demo-flow demo-video bench test test-oldest test-slow test-peers test-gpu test-faults bits lint format docs site clean
+.PHONY: help setup demo demo-text demo-diffusion demo-robot demo-intervene demo-gui demo-flow demo-video bench test test-oldest test-slow test-peers test-gpu test-faults bits lint format docs site clean
 
 help:
 	@echo "make setup           create $(VENV) and install everything that the targets below need"
@@ -14,6 +14,7 @@ help:
 	@echo "make demo            a tiny vision-language model learns to read digits: supervised, then PAPO; about 5 minutes"
 	@echo "make demo-diffusion  a tiny flow model learns to draw digits, then AWM; writes images; about 2 minutes"
 	@echo "make demo-robot      a robot arm learns from demonstrations, then with PPO; writes videos; about 7 minutes"
+	@echo "make demo-intervene  a weak robot policy learns from the corrections of a (scripted) person; writes a film; about 7 minutes"
 	@echo "make demo-gui        a model learns to find elements on screens: supervised, then AEPO; writes a video; about 8 minutes"
 	@echo "make demo-flow       a world model of 3D flow moves objects with an unseen arm; writes videos; about 10 minutes"
 	@echo "make demo-video      an agent learns which frames of long videos a model needs; writes image strips; about 7 minutes"
@@ -47,6 +48,9 @@ demo-diffusion: setup
 
 demo-robot: setup
 	@$(BIN)/mmrl demo robot
+
+demo-intervene: setup
+	@$(BIN)/mmrl demo intervene
 
 demo-gui: setup
 	@$(BIN)/mmrl demo gui

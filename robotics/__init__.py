@@ -4,8 +4,9 @@
 
 The rooms are `robotics.sim` (MuJoCo scenes, Gymnasium environments, workers, rendering), `robotics.data` (the format
 LeRobotDataset v3), `robotics.methods` (cloning, GRPO, PPO, SRPO), `robotics.offpolicy` (SAC from a replay),
-`robotics.serving` (a policy behind a websocket) and `robotics.flow3d` (3D flow of objects: its world model, planner and
-rewards). Importing the package loads none of them, only what is taken from it.
+`robotics.interventions` (people who take over from a policy), `robotics.serving` (a policy behind a websocket) and
+`robotics.flow3d` (3D flow of objects: its world model, planner and rewards). Importing the package loads none of them,
+only what is taken from it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ _NAMES = {
     "robotics.flow3d.model.world_model": ("FlowWorldModel",),
     "robotics.flow3d.plan.planner": ("FlowPlanner", "PlannerConfig"),
     "robotics.flow3d.reward.following": ("FlowProgress", "flow_progress_reward"),
+    "robotics.interventions.hg_dagger": ("HgDaggerConfig", "HgDaggerRecipe"),
     "robotics.methods.clone": ("CloneConfig", "CloneRecipe"),
     "robotics.methods.grpo": ("RobotGrpoConfig", "RobotGrpoRecipe"),
     "robotics.methods.latents": ("LatentConfig", "make_latent"),

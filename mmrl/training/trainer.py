@@ -172,6 +172,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 ECHO_S = 1.0
 """Seconds. Launchers forward a Ctrl-C that the terminal has already sent to the whole process group; a second one
 within this time is the same key press."""
+WAIT_S = 0.2
+"""Seconds between two questions whether the data of a step has arrived."""
 SHOW_CURSOR = b"\x1b[?25h"
 MAX_DRAWS = 10
 """Maximum number of consecutive draws without a usable task."""
@@ -354,6 +356,7 @@ class Trainer:
             self._evaluate_and_save()
         self._stop_if_asked()
         while self.step < self.config.trainer.steps:
+            self._wait_for_data()
             self.train_step()
             self._stop_if_asked(evaluated=False)
             self._evaluate_and_save()
@@ -554,6 +557,12 @@ class Trainer:
             self.saver.note_best(self.step)
         elif self.saver.overdue():
             self.save()
+
+    def _wait_for_data(self) -> None:
+        """Wait until the recipe has the data of the next step; a signal ends the run meanwhile."""
+        while not all_ranks(self.recipe.ready(self.position), self.accelerator):
+            self._stop_if_asked()
+            time.sleep(WAIT_S)
 
     def _stop_if_asked(self, *, evaluated: bool = True, save: bool = True) -> None:
         """Stop between two steps if a signal was received."""

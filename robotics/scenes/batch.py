@@ -31,6 +31,7 @@ from robotics.sim.rendering import RenderSettings, check_cameras
 from robotics.sim.rollout import ImageRollout
 
 if TYPE_CHECKING:
+    import mujoco
     from numpy.typing import ArrayLike, NDArray
 
     from robotics.sim.interface import Chunk, SceneObservation
@@ -268,6 +269,13 @@ class TabletopBatch:
     def full_state(self) -> NDArray[np.float32]:
         """Full state (L, 22) of the live rows as last observed, for scripted experts."""
         return self._full[self.live]
+
+    def scene_of(self, row: int) -> tuple[mujoco.MjModel, mujoco.MjData]:
+        """Model and state of a row, for viewers; neither may be changed."""
+        group = next(group for group in self._groups if row in group.rows)
+        variant = self._variants.get(row)
+        scene = int(np.searchsorted(group.rows, row))
+        return group.rollout.model if variant is None else variant.model, group.rollout.data(scene)
 
     def describe(self) -> Mapping[str, Any]:
         """Everything that a measurement depends on."""

@@ -346,6 +346,13 @@ def _robotics(name: str, folder: Path) -> Any:
         "tracking": TrackingConfig(quiet=True, tensorboard=False),
     }
     kind = find_recipe(name).load_config_class()
+    if name == "robot_hg_dagger":
+        from tests.robotics.interventions.scripted import dagger
+
+        small = {"steps": 2, "tasks_per_step": 4}
+        return dagger(
+            folder / "run", demonstrate_line(folder), trainer=small, eval_data={}, checkpoint=CheckpointConfig(every=1)
+        )
     if find_recipe(name).supervised:
         return kind(**(settings | _cloning(folder)))
     config = kind(**settings, data=EpisodeSetConfig(tasks=["right"], layouts=20))
@@ -364,12 +371,20 @@ def _robotics(name: str, folder: Path) -> Any:
     return config
 
 
+def demonstrate_line(folder: Path) -> Path:
+    """Demonstrations on the line, made once in a folder."""
+    from tests.robotics.line_demos import demonstrate
+
+    found = folder / "demonstrations"
+    return found if found.exists() else demonstrate(found)
+
+
 def _cloning(folder: Path) -> dict[str, Any]:
     from robotics.episodes.demonstrations import DemonstrationConfig
     from robotics.policies.policy_loading import ActionPolicyConfig
-    from tests.robotics.line_demos import BLIND, demonstrate
+    from tests.robotics.line_demos import BLIND
 
-    demos = demonstrate(folder / "demonstrations")
+    demos = demonstrate_line(folder)
     return {
         "model": ActionPolicyConfig(chunk=2, options={"bins": 16, "encoder": BLIND}),
         "demonstrations": DemonstrationConfig(path=str(demos), camera=""),
@@ -425,4 +440,6 @@ TSPO = Domain("tspo", "mmrl.vlm.tspo.tspo_config", _tspo)
 """Its decisions are frames; the objectives are tried on tokens alone."""
 GUI = Domain("aepo", "mmrl.gui.grounding.aepo", _gui)
 """Its recipes are those of the vlm room with other questions, so the objectives are tried there alone."""
-OTHERS = (GUI, FLOW3D, TSPO, OFFPOLICY)
+PEOPLE = Domain("robot_hg_dagger", "robotics.interventions.hg_dagger", _robotics)
+"""It learns from a person's corrections, without an objective."""
+OTHERS = (GUI, FLOW3D, TSPO, PEOPLE, OFFPOLICY)

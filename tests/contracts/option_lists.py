@@ -296,6 +296,17 @@ OWN: dict[str, dict[str, str]] = {
         **KEPT,
         "demonstrations.only_success": "all demonstrations of the walk succeed",
     },
+    "robot_hg_dagger": {
+        **dict.fromkeys(
+            ("sim.", "eval_data.", "acting.", "model.", "demonstrations.", "data."),
+            "robot_clone and robot_grpo have the same options",
+        ),
+        **KEPT,
+        "interventions.path": "a folder",
+        "interventions.live": "the run then waits for the episodes of another process",
+        "interventions.overseer.axes": "of a person's device",
+        "interventions.overseer.speed": "of a person's device",
+    },
     "robot_distil": dict.fromkeys(
         ("model.options.label_smoothing", "model.options.label_spread"), "for learning from demonstrations"
     ),

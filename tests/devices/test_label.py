@@ -50,6 +50,7 @@ BUDGET = {
     "flow3d": 15,
     "flow3d_awm": 69,
     "robot_clone": 45,
+    "robot_hg_dagger": 93,
     "robot_grpo": 47,
     "robot_distil": 52,
     "robot_ppo": 53,

@@ -1,0 +1,332 @@
+"""Keyboard, gamepad and SpaceMouse: motions, and presses of a person who watches a robot.
+
+A device is polled once per control step. It reports where its axes stand and which presses have begun since the last
+poll, so a press that is shorter than a control step counts, and a key that is held counts once. pygame and
+pyspacemouse are imported when a device is opened.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from mmrl.errors import RunError, UserError, require_packages
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+AXES = ("x", "y", "z", "roll", "pitch", "yaw")
+"""Axes of a device, each in -1..1, in the robot's base frame: x forward, y left, z up."""
+TAKE_OVER, GRIPPER, SUCCESS, FAILURE, REDO, QUIT = "take_over", "gripper", "success", "failure", "redo", "quit"
+PRESSES = (TAKE_OVER, GRIPPER, SUCCESS, FAILURE, REDO, QUIT)
+"""take_over: take control, or hand it back; gripper: close it, or open it; success, failure: end the episode so;
+redo: discard the episode and run it again; quit: stop before this control step, to be continued later."""
+DEAD_ZONE = 0.12
+"""Positions of a stick or a SpaceMouse within this distance of its centre are 0."""
+REPORTS = 256
+"""Maximum number of reports of a SpaceMouse read in one poll."""
+
+
+@dataclass(frozen=True)
+class DeviceInput:
+    """What a person did since the last control step."""
+
+    axes: Mapping[str, float] = field(default_factory=dict)
+    """Position of each of `AXES` in -1..1; 0 where missing."""
+    presses: tuple[str, ...] = ()
+    """Presses that began, in their order, from `PRESSES`."""
+
+
+class Device(Protocol):
+    """An input device."""
+
+    def poll(self) -> DeviceInput:
+        """Read the device without waiting; raises RunError if it is gone."""
+        ...
+
+    def show(self, image: NDArray[np.uint8] | None, text: str) -> None:
+        """Show the scene (H, W, 3) and a line of text, if the device has a window."""
+        ...
+
+    def close(self) -> None:
+        """Release the device."""
+        ...
+
+
+class Window:
+    """A pygame window: the scene with a line of text, and the source of keyboard events.
+
+    Args:
+        size: (width, height) in pixels of the scene.
+
+    Raises:
+        UserError: pygame is missing, or there is no display.
+    """
+
+    def __init__(self, size: tuple[int, int] = (512, 512)) -> None:
+        require_packages("an intervention by keyboard or gamepad", ["pygame"], "teleop")
+        self.pygame: Any = importlib.import_module("pygame")
+        self.pygame.init()
+        try:
+            self._surface = self.pygame.display.set_mode((size[0], size[1] + TEXT_HEIGHT))
+        except self.pygame.error as error:
+            self.pygame.quit()
+            raise UserError(
+                f"no window can be opened ({error}); run this on a machine with a display, or use a SpaceMouse or a "
+                "scripted overseer"
+            ) from None
+        self.pygame.display.set_caption("mmrl robot intervene")
+        self._font = self.pygame.font.Font(None, 20)
+        self._size = size
+
+    def show(self, image: NDArray[np.uint8] | None, text: str) -> None:
+        """Draw an image (H, W, 3), scaled to the window, and a line of text below it."""
+        pygame = self.pygame
+        self._surface.fill((24, 24, 24))
+        if image is not None:
+            # pygame's arrays are (width, height, 3)
+            drawn = pygame.surfarray.make_surface(np.ascontiguousarray(image.transpose(1, 0, 2)))
+            self._surface.blit(pygame.transform.scale(drawn, self._size), (0, 0))
+        self._surface.blit(self._font.render(text, True, (240, 240, 240)), (6, self._size[1] + 6))
+        pygame.display.flip()
+
+    def close(self) -> None:
+        """Close the window."""
+        self.pygame.quit()
+
+
+class KeyboardDevice:
+    """Keys of a pygame window, which must have the focus; `KEYS` lists them."""
+
+    def __init__(self, window: Window | None = None) -> None:
+        self.window = window or Window()
+        self._held: set[str] = set()
+
+    def poll(self) -> DeviceInput:
+        """Read the keys; leaving the window releases all of them, closing it means quit."""
+        pygame, presses = self.window.pygame, []
+        for event in pygame.event.get():
+            if event.type == pygame.KEYDOWN:
+                name = pygame.key.name(event.key)
+                if name in MOTION_KEYS:
+                    self._held.add(name)
+                # a held key may send KEYDOWN again where the system repeats keys
+                elif name in PRESS_KEYS and not getattr(event, "repeat", False):
+                    presses.append(PRESS_KEYS[name])
+            elif event.type == pygame.KEYUP:
+                self._held.discard(pygame.key.name(event.key))
+            elif event.type == pygame.WINDOWFOCUSLOST:
+                # the window does not see these keys going up
+                self._held.clear()
+            elif event.type == pygame.QUIT:
+                presses.append(QUIT)
+        axes = dict.fromkeys(AXES, 0.0)
+        for name in self._held:
+            axis, side = MOTION_KEYS[name]
+            axes[axis] += side
+        return DeviceInput(axes, tuple(presses))
+
+    def show(self, image: NDArray[np.uint8] | None, text: str) -> None:
+        """Show the scene in the window."""
+        self.window.show(image, text)
+
+    def close(self) -> None:
+        """Close the window."""
+        self.window.close()
+
+
+class GamepadDevice:
+    """A gamepad that SDL knows, whose buttons therefore have the same places on every make; `BUTTONS` lists them.
+
+    Raises:
+        UserError: there is no gamepad, or SDL has no mapping for it.
+    """
+
+    def __init__(self, window: Window | None = None) -> None:
+        self.window = window or Window()
+        pygame = self.window.pygame
+        # `pygame.joystick` numbers the buttons of each make differently
+        controllers = importlib.import_module("pygame._sdl2.controller")
+        controllers.init()
+        try:
+            self._pad: Any = _first_pad(pygame, controllers)
+        except UserError:
+            self.window.close()
+            raise
+        self._axes = {getattr(pygame, key): about for key, about in STICKS.items()}
+        self._buttons = {getattr(pygame, key): press for key, press in BUTTONS.items()}
+        self._places = dict.fromkeys(AXES, 0.0)
+
+    def poll(self) -> DeviceInput:
+        """Read sticks and buttons."""
+        pygame, presses = self.window.pygame, []
+        for event in pygame.event.get():
+            if event.type == pygame.CONTROLLERAXISMOTION and event.axis in self._axes:
+                axis, side = self._axes[event.axis]
+                self._places[axis] = side * _beyond(event.value / STICK_RANGE)
+            elif event.type == pygame.CONTROLLERBUTTONDOWN and event.button in self._buttons:
+                presses.append(self._buttons[event.button])
+            elif event.type == pygame.CONTROLLERDEVICEREMOVED:
+                raise RunError("the gamepad was disconnected; connect it and run the command again to continue")
+            elif event.type == pygame.QUIT:
+                presses.append(QUIT)
+        return DeviceInput(dict(self._places), tuple(presses))
+
+    def show(self, image: NDArray[np.uint8] | None, text: str) -> None:
+        """Show the scene in the window."""
+        self.window.show(image, text)
+
+    def close(self) -> None:
+        """Close the window."""
+        self.window.close()
+
+
+def _first_pad(pygame: Any, controllers: Any) -> Any:
+    count = pygame.joystick.get_count()
+    for index in range(count):
+        if controllers.is_controller(index):
+            return controllers.Controller(index)
+    if not count:
+        raise UserError("no gamepad was found; connect one, or use the keyboard")
+    names = ", ".join(pygame.joystick.Joystick(index).get_name() for index in range(count))
+    raise UserError(
+        f"SDL has no mapping of buttons for {names}; give it one in the environment variable SDL_GAMECONTROLLERCONFIG"
+    )
+
+
+class SpaceMouseDevice:
+    """A 3Dconnexion SpaceMouse: all six axes; its first button takes over, its second one moves the gripper.
+
+    Args:
+        device: an opened device of pyspacemouse; the first one found when None.
+        keys: shows the scene and gives the presses for which a SpaceMouse has no button; a window where one can be
+            opened when None.
+
+    Raises:
+        UserError: pyspacemouse or the library hidapi is missing, or there is no SpaceMouse.
+    """
+
+    def __init__(self, device: Any = None, keys: Device | None = None) -> None:
+        self._device = _open_spacemouse() if device is None else device
+        self._keys = _keys_or_none() if device is None else keys
+        self._down = [False] * len(SPACEMOUSE_BUTTONS)
+
+    def poll(self) -> DeviceInput:
+        """Read all reports since the last poll: they wait in a queue, and the newest one has the position."""
+        presses: list[str] = []
+        state = self._device.read()
+        for _ in range(REPORTS):
+            presses += self._pressed(state.buttons)
+            time = state.t
+            state = self._device.read()
+            # the time of a state is that of its last report
+            if state.t == time:
+                break
+        if not self._device.connected:
+            raise RunError("the SpaceMouse was disconnected; connect it and run the command again to continue")
+        presses += [] if self._keys is None else self._keys.poll().presses
+        return DeviceInput({name: _beyond(getattr(state, name)) for name in AXES}, tuple(presses))
+
+    def _pressed(self, buttons: Collection[int]) -> list[str]:
+        now = [bool(down) for down in list(buttons)[: len(SPACEMOUSE_BUTTONS)]]
+        found = [name for name, down, before in zip(SPACEMOUSE_BUTTONS, now, self._down, strict=False) if down > before]
+        self._down = now
+        return found
+
+    def show(self, image: NDArray[np.uint8] | None, text: str) -> None:
+        """Show the scene, if there is a window."""
+        if self._keys is not None:
+            self._keys.show(image, text)
+
+    def close(self) -> None:
+        """Release the device."""
+        self._device.close()
+        if self._keys is not None:
+            self._keys.close()
+
+
+def _keys_or_none() -> Device | None:
+    """A window with its keys; None without pygame or without a display, as next to a real robot."""
+    try:
+        return KeyboardDevice()
+    except UserError:
+        return None
+
+
+def _open_spacemouse() -> Any:
+    require_packages("an intervention by SpaceMouse", ["pyspacemouse"], "spacemouse")
+    try:
+        library = importlib.import_module("pyspacemouse")
+    except (ImportError, OSError) as error:
+        raise UserError(
+            f"pyspacemouse cannot be used: {error}; it needs the system's library hidapi (Debian: libhidapi-hidraw0)"
+        ) from None
+    try:
+        # x forward, y left, z up, as robots have it
+        return library.open(axis_convention=library.AxisConvention.ROS)
+    except (RuntimeError, ValueError, OSError) as error:
+        raise UserError(
+            f"no SpaceMouse was found ({error}); connect one, and check that you may read it (udev rules on Linux)"
+        ) from None
+
+
+def _beyond(value: float) -> float:
+    """A position without its dead zone, stretched so that the end stays 1."""
+    size = min(abs(value), 1.0)
+    if size <= DEAD_ZONE:
+        return 0.0
+    return float(np.sign(value) * (size - DEAD_ZONE) / (1.0 - DEAD_ZONE))
+
+
+def open_device(kind: str) -> Device:
+    """Open a device by the kind of overseer that uses it; raises UserError."""
+    with contextlib.suppress(KeyError):
+        return DEVICES[kind]()
+    raise UserError(f"no device {kind!r}; available: {', '.join(DEVICES)}")
+
+
+TEXT_HEIGHT = 28
+STICK_RANGE = 32768.0
+MOTION_KEYS = {
+    "w": ("x", 1.0),
+    "s": ("x", -1.0),
+    "a": ("y", 1.0),
+    "d": ("y", -1.0),
+    "r": ("z", 1.0),
+    "f": ("z", -1.0),
+    "q": ("yaw", 1.0),
+    "e": ("yaw", -1.0),
+    "up": ("pitch", 1.0),
+    "down": ("pitch", -1.0),
+    "left": ("roll", -1.0),
+    "right": ("roll", 1.0),
+}
+PRESS_KEYS = {
+    "space": TAKE_OVER,
+    "g": GRIPPER,
+    "return": SUCCESS,
+    "backspace": FAILURE,
+    "n": REDO,
+    "escape": QUIT,
+}
+STICKS = {
+    "CONTROLLER_AXIS_LEFTY": ("x", -1.0),
+    "CONTROLLER_AXIS_LEFTX": ("y", -1.0),
+    "CONTROLLER_AXIS_RIGHTY": ("z", -1.0),
+    "CONTROLLER_AXIS_RIGHTX": ("yaw", -1.0),
+}
+BUTTONS = {
+    "CONTROLLER_BUTTON_A": TAKE_OVER,
+    "CONTROLLER_BUTTON_B": GRIPPER,
+    "CONTROLLER_BUTTON_Y": SUCCESS,
+    "CONTROLLER_BUTTON_X": FAILURE,
+    "CONTROLLER_BUTTON_BACK": REDO,
+    "CONTROLLER_BUTTON_START": QUIT,
+}
+SPACEMOUSE_BUTTONS = (TAKE_OVER, GRIPPER)
+DEVICES = {"keyboard": KeyboardDevice, "gamepad": GamepadDevice, "spacemouse": SpaceMouseDevice}

@@ -1,0 +1,392 @@
+"""HG-DAgger: behaviour cloning on a dataset that grows by the control steps in which an overseer had control.
+
+A round is a number of episodes of the current policy under an overseer, followed by training steps of `robot_clone` on
+the demonstrations and all steps of the overseer so far. There is no critic and no reward. A chunk that begins in an
+intervention is learned up to the end of the intervention, as the actions after it are the policy's own.
+
+Rounds are the same whether the run collects them itself (a scripted overseer, many episodes at once) or takes them from
+a live session (`mmrl robot intervene`, a control loop in another process): the training steps of round r begin as soon
+as the attempts of rounds 1 to r are in the dataset, and use exactly those. A resumed run repeats them from the dataset,
+so learner and data do not depend on the wall clock.
+
+Differences to the paper: training continues from the current weights instead of starting again after each round, as in
+HIL-SERL's train_hgdagger.py; the paper's doubt threshold, a risk measure of an ensemble, is not computed.
+
+Source: Kelly et al., HG-DAgger, arXiv 1810.02890, algorithm 1; rail-berkeley/hil-serl examples/train_hgdagger.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import PartialState
+from numpy.typing import NDArray
+
+from mmrl.core.loss import Metric
+from mmrl.core.rollouts import Rollouts
+from mmrl.errors import RunError, UserError
+from mmrl.fields import bounded, rare
+from mmrl.files import expanded, read_json_object, replaced, write_atomically
+from mmrl.runs.fingerprint import content_digest
+from mmrl.training.processes import Streams, stream_seed
+from mmrl.training.recipe import Step
+from robotics.data import EpisodeData, LeRobotReader
+from robotics.episodes.demonstrations import Demonstrations, Transition
+from robotics.episodes.payload import EpisodeSetConfig, list_episodes
+from robotics.episodes.recording import CAMERA
+from robotics.interventions.overseers import PEOPLE, OverseerConfig, open_overseer
+from robotics.interventions.record import INTERVENTION, InterventionRecord, read_attempts
+from robotics.interventions.watched import run_watched
+from robotics.methods.clone import CloneConfig, CloneRecipe
+from robotics.policies.base.action_policy import ActionPolicy
+from robotics.sim.episodes import EpisodeSpec, RobotSim
+
+LOGGER = logging.getLogger("mmrl")
+FOLDER, ACTOR = "interventions", "actor"
+"""Folders of a run: the recorded episodes, and the weights for the process that acts."""
+TRIES = 20
+"""How often a dataset is read that another process may be changing."""
+
+
+@dataclass
+class InterventionConfig:
+    """Episodes that an overseer watches."""
+
+    path: str = rare("")
+    """Folder of the recorded episodes; empty = interventions in the run folder. Episodes that are already there are the
+    first ones of the run."""
+    episodes: int = bounded(10, at_least=1)
+    """Episodes in a round."""
+    every: int = bounded(100, at_least=1)
+    """Training steps in a round, after its episodes."""
+    first: int = bounded(0, at_least=0)
+    """Training steps on the demonstrations alone, before the first round."""
+    live: bool = False
+    """false: the run collects the episodes itself, with a scripted overseer. true: `mmrl robot intervene` collects them
+    in a control loop and starts the run, which trains meanwhile."""
+    overseer: OverseerConfig = field(default_factory=OverseerConfig)
+    """Who watches the policy."""
+
+    def validate(self) -> None:
+        """Refuse a person without a live session; raises ValueError."""
+        if self.overseer.kind in PEOPLE and not self.live:
+            raise ValueError(
+                f"interventions.overseer.kind is {self.overseer.kind}, but interventions.live is false, so the run "
+                "would collect the episodes itself; set interventions.live=true and start `mmrl robot intervene`"
+            )
+
+
+@dataclass
+class HgDaggerConfig(CloneConfig):
+    """An HG-DAgger run."""
+
+    data: EpisodeSetConfig = field(default_factory=EpisodeSetConfig)
+    """Initial states of the watched episodes, in turn."""
+    interventions: InterventionConfig = field(default_factory=InterventionConfig)
+    """The watched episodes."""
+
+    @property
+    def attempts(self) -> int:
+        """Watched episodes of the whole run."""
+        return attempts_before(self, self.trainer.steps - 1)
+
+    def validate(self) -> None:
+        """Check that there is a round at all; raises ValueError."""
+        super().validate()
+        if not self.attempts:
+            raise ValueError(
+                f"trainer.steps is {self.trainer.steps}, but the first round only comes after interventions.first = "
+                f"{self.interventions.first} steps; use robot_clone to clone demonstrations alone"
+            )
+
+
+def attempts_before(config: HgDaggerConfig, step: int) -> int:
+    """Number of watched episodes whose steps training step `step` may use."""
+    past = step - config.interventions.first
+    return 0 if past < 0 else (1 + past // config.interventions.every) * config.interventions.episodes
+
+
+def attempt_of(config: HgDaggerConfig, tasks: Sequence[EpisodeSpec], number: int) -> tuple[EpisodeSpec, int]:
+    """Initial state and seed of a watched episode; the initial states follow each other in turn."""
+    return tasks[number % len(tasks)], stream_seed(config.seed, "watched", number)
+
+
+def record_folder(config: HgDaggerConfig) -> Path:
+    """Folder of the recorded episodes."""
+    given = config.interventions.path
+    return expanded(given) if given else Path(config.output_dir) / FOLDER
+
+
+def open_record(config: HgDaggerConfig, sim: RobotSim) -> InterventionRecord:
+    """Open the dataset for writing, with the cameras that the policy is trained on; raises UserError."""
+    about = config.demonstrations
+    cameras = [about.camera or CAMERA, *about.views] if about.camera and sim.image_size else []
+    return InterventionRecord(record_folder(config), sim, cameras)
+
+
+@dataclass
+class AggregatedDemonstrations(Demonstrations):
+    """Demonstrations, and watched episodes of which only the overseer's control steps are imitated."""
+
+    by_person: list[NDArray[np.bool_]] = field(default_factory=list)
+    """(T,) of each episode, whether its action is to be imitated; all True for demonstrations."""
+    starts: list[Transition] = field(default_factory=list)
+    """The control steps at which a chunk to be imitated may begin."""
+
+    @classmethod
+    def of(cls, given: Demonstrations) -> AggregatedDemonstrations:
+        """Demonstrations without watched episodes."""
+        parts = {item.name: getattr(given, item.name) for item in dataclasses.fields(given)}
+        # the lists grow here and stay as they are there
+        parts = {name: part.copy() if isinstance(part, list) else part for name, part in parts.items()}
+        owners = [np.ones(len(actions), bool) for actions in given.actions]
+        return cls(**parts, by_person=owners, starts=given.transitions)
+
+    @property
+    def transitions(self) -> list[Transition]:
+        """Control steps of demonstrations and of the overseer."""
+        return self.starts
+
+    @property
+    def num_transitions(self) -> int:
+        """Number of these control steps."""
+        return len(self.starts)
+
+    def add(self, episode: EpisodeData, cameras: Sequence[str]) -> int:
+        """Add a watched episode, if the overseer acted in it; returns the number of the overseer's control steps."""
+        owner = np.asarray(episode.extra[INTERVENTION], bool).reshape(-1)
+        if not owner.any():
+            return 0
+        number = len(self.actions)
+        self.states.append(episode.state)
+        self.actions.append(episode.action)
+        self.instructions.append(episode.task)
+        self.by_person.append(owner)
+        if self.images is not None:
+            first, *others = (episode.images[camera] for camera in cameras)
+            self.images.append(first)
+            self.views += [others] if others else []
+        self.starts += [Transition(number, int(step)) for step in np.flatnonzero(owner)]
+        return int(owner.sum())
+
+    def chunks(self, transitions: Sequence[Transition], length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """The next K actions (B, K, A), and a mask (B, K), 0 from the first step on that is not to be imitated."""
+        actions, mask = super().chunks(transitions, length)
+        for place, now in enumerate(transitions):
+            owner = self.by_person[now.episode][now.step : now.step + length]
+            # what follows the intervention is the policy's reaction to another state
+            mask[place, : len(owner)] *= np.logical_and.accumulate(owner)
+        return actions, mask
+
+
+@dataclass
+class Aggregate:
+    """The watched episodes that have been added to the demonstrations; its state is in checkpoints."""
+
+    folder: Path
+    demonstrations: AggregatedDemonstrations
+    cameras: Sequence[str]
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of the attempts so far."""
+    person_steps: int = 0
+
+    def take(self, count: int) -> list[dict[str, Any]]:
+        """Add the attempts up to number `count`; returns their lines."""
+        if count <= len(self.attempts):
+            return []
+        lines = read_attempts(self.folder)[len(self.attempts) : count]
+        found = [line["episode_index"] for line in lines if line["episode_index"] is not None]
+        reader = LeRobotReader(self.folder) if found else None
+        for number in found:
+            assert reader is not None
+            self.person_steps += self.demonstrations.add(reader.episode(number), self.cameras)
+        self.attempts += lines
+        return lines
+
+    def state_dict(self) -> dict[str, Any]:
+        """Number of attempts, and a digest of the actions that are imitated."""
+        return {"attempts": len(self.attempts), "digest": self._digest()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Add the attempts of a checkpoint again; raises UserError if they are gone or have changed."""
+        self.take(int(state["attempts"]))
+        if len(self.attempts) < state["attempts"] or self._digest() != state["digest"]:
+            raise UserError(
+                f"{self.folder} no longer has the {state['attempts']} watched episodes that the checkpoint was trained "
+                "on; restore the folder to resume"
+            )
+
+    def _digest(self) -> str:
+        about = self.demonstrations
+        return content_digest([about.actions, about.by_person])
+
+
+class HgDaggerRecipe(CloneRecipe):
+    """Imitates an overseer in the states that the policy reaches; see the module."""
+
+    config: HgDaggerConfig
+    own_loss = "hg_dagger"
+
+    def __init__(self, config: HgDaggerConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
+        super().__init__(config, policy, sim)
+        about = config.demonstrations
+        self.demonstrations: AggregatedDemonstrations = AggregatedDemonstrations.of(self.demonstrations)
+        self._given = self.demonstrations.digest()
+        cameras = [about.camera, *about.views] if about.camera else []
+        self.aggregate = Aggregate(record_folder(config), self.demonstrations, cameras)
+        self.parts |= {"interventions": self.aggregate}
+        self._watched = list_episodes(config.data, self.sim.tasks(), self.sim.layouts())
+        self._round: dict[str, float] = {}
+        self._rows = 0
+        self._published: int | None = None
+        self._record: InterventionRecord | None = None
+
+    def load_train_tasks(self) -> Sequence[Any]:
+        """Places in a batch; their transitions are drawn from the dataset as it is at the step."""
+        return list(range(self.config.trainer.tasks_per_step))
+
+    def data_digest(self) -> str:
+        """Digest of the demonstrations; `parts` has that of the watched episodes."""
+        return self._given
+
+    def ready(self, step: Step) -> bool:
+        """Whether the episodes of the step's round are there; a live session is given the weights meanwhile."""
+        config = self.config
+        if not config.interventions.live:
+            return True
+        wanted = attempts_before(config, step.number)
+        begins = wanted > len(self.aggregate.attempts)
+        if self._published is None or (begins and self._published != step.number):
+            self._publish(step.number)
+        return not begins or len(read_attempts(self.aggregate.folder)) >= wanted
+
+    def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
+        """Add the episodes of a round that begins, and draw a batch from all transitions so far."""
+        wanted = attempts_before(self.config, step.number)
+        if wanted > len(self.aggregate.attempts):
+            process = PartialState()
+            if process.is_main_process and not self.config.interventions.live:
+                self._collect(policy, wanted)
+            process.wait_for_everyone()
+            self._take(wanted)
+        known = self.demonstrations.transitions
+        # one draw per place, with replacement: the dataset grows, so there are no epochs
+        drawn = streams.seeds(len(tasks), 1, purpose="transition").flatten().tolist()
+        self._rows = (step.number + 1) * self.config.trainer.tasks_per_step  # of all processes
+        return self.batch(policy, [known[seed % len(known)] for seed in drawn], streams, step)
+
+    def on_step_end(self, step: Step, metrics: Any) -> None:
+        """Give a live session the last weights too."""
+        super().on_step_end(step, metrics)
+        if self.config.interventions.live and step.number + 1 == step.total:
+            self._publish(step.total)
+
+    def describe(self) -> str:
+        """Name of the loss."""
+        kind = self.config.interventions.overseer.kind
+        count = self.demonstrations.num_transitions - self.aggregate.person_steps
+        return f"behaviour cloning of {count} demonstrated transitions and the steps of an overseer ({kind})"
+
+    def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
+        """Size of the dataset, and the interventions of the last round."""
+        count = self.demonstrations.num_transitions
+        found = super().step_metrics(rollouts) | {"data/person_steps": float(self.aggregate.person_steps)}
+        return found | {"data/epoch": self._rows / count} | self._round
+
+    def _publish(self, step: int) -> None:
+        if PartialState().is_main_process:
+            publish(self.policy, Path(self.config.output_dir), step)
+        self._published = step
+
+    def _collect(self, policy: ActionPolicy, wanted: int) -> None:
+        """Run the attempts that the dataset lacks, as many at once as the simulator can."""
+        record = self._open_record()
+        begun = len(record.attempts)
+        if begun > len(self.aggregate.attempts):
+            LOGGER.info("%d episodes of %s are used again", begun - len(self.aggregate.attempts), self.aggregate.folder)
+        overseer = open_overseer(self.config.interventions.overseer)
+        size = self.sim.capacity or wanted
+        for start in range(begun, wanted, size):
+            numbers = range(start, min(start + size, wanted))
+            specs, seeds = zip(*(attempt_of(self.config, self._watched, number) for number in numbers), strict=True)
+            for episode in run_watched(policy, self.sim, specs, overseer, self.config.acting, seeds):
+                record.add(episode)
+
+    def _open_record(self) -> InterventionRecord:
+        if self._record is None:
+            self._record = open_record(self.config, self.sim)
+            self.opened.callback(self._record.close)
+        return self._record
+
+    def _take(self, wanted: int) -> None:
+        lines = _patiently(lambda: self.aggregate.take(wanted))
+        self._round = round_metrics(lines)
+        failures = [line["reason"] for line in lines if line["episode_index"] is None]
+        for reason in failures[:1]:
+            LOGGER.warning(
+                "%d of %d watched episodes have no result, the first one because %s", len(failures), len(lines), reason
+            )
+        if failures and len(failures) == len(lines):
+            raise RunError(f"all {len(lines)} watched episodes of a round failed: {failures[0]}")
+
+
+def round_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
+    """Metrics of the interventions in some attempts; those whose environment failed are only counted."""
+    whole = [line for line in lines if line["episode_index"] is not None]
+    steps = sum(line["steps"] for line in whole)
+    alone = [line for line in whole if not line["starts"]]
+    nan = float("nan")
+    found = {
+        "intervention/rate": sum(line["person_steps"] for line in whole) / steps if steps else nan,
+        "intervention/per_episode": sum(line["starts"] for line in whole) / len(whole) if whole else nan,
+        "intervention/success": sum(line["success"] for line in whole) / len(whole) if whole else nan,
+        "intervention/success_alone": sum(line["success"] for line in alone) / len(whole) if whole else nan,
+        "intervention/failed": float(len(lines) - len(whole)),
+    }
+    paced = [line for line in whole if line.get("hz")]
+    if paced:
+        found["control/hz"] = sum(line["hz"] for line in paced) / len(paced)
+        found["control/jitter_ms"] = sum(line["jitter_ms"] for line in paced) / len(paced)
+        found["control/longest_ms"] = max(line["longest_ms"] for line in paced)
+        found["control/late"] = float(sum(line["late"] for line in paced))
+    return found
+
+
+def publish(policy: ActionPolicy, run_dir: Path, step: int) -> None:
+    """Write the weights for the process that acts; the newest two are kept, as the older one may be being read."""
+    folder = run_dir / ACTOR
+    with replaced(folder / f"step-{step:06d}") as draft:
+        policy.save_pretrained(draft)
+    write_atomically(folder / "latest.json", f'{{"step": {step}, "process": {os.getpid()}}}')
+    for old in sorted(path for path in folder.glob("step-*") if int(path.name[5:]) < step)[:-1]:
+        shutil.rmtree(old)
+
+
+def published(run_dir: Path) -> tuple[int, int, Path] | None:
+    """Trainer step and process of the newest published weights, and their folder; None if there are none."""
+    path = run_dir / ACTOR / "latest.json"
+    if not path.is_file():
+        return None
+    found = read_json_object(path)
+    return int(found["step"]), int(found["process"]), run_dir / ACTOR / f"step-{int(found['step']):06d}"
+
+
+def _patiently(read: Any) -> Any:
+    """Read what another process may be changing: joining the files of a dataset moves episodes between them."""
+    for attempt in range(TRIES):
+        try:
+            return read()
+        except UserError:
+            if attempt == TRIES - 1:
+                raise
+            time.sleep(0.1)
+    raise AssertionError

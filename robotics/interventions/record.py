@@ -1,0 +1,205 @@
+"""Watched episodes as a LeRobotDataset that grows, also over interruptions.
+
+Each control step has its owner under both names that LeRobot uses: `intervention` (bool, of `lerobot-rollout` with the
+strategy dagger) and `complementary_info.is_intervention` (float32, which the replay buffer of HIL-SERL reads). That
+buffer also needs `next.reward` and `next.done`. `action` is the executed one, whoever chose it.
+
+`meta/interventions.jsonl` has a line for each attempt, also for those whose environment failed. An unfinished episode
+of a live session is in `meta/unfinished.jsonl`: its control steps are executed again when the session continues.
+
+Source: huggingface/lerobot, src/lerobot/rollout/strategies/dagger.py, src/lerobot/rl/buffer.py,
+src/lerobot/rl/gym_manipulator.py.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mmrl.errors import UserError
+from mmrl.files import read_json_object, write_atomically
+from mmrl.runs.records import read_jsonl
+from robotics.data import EpisodeWriter
+from robotics.data.layout import INFO_PATH
+from robotics.episodes.dataset_fit import recorded_features
+from robotics.episodes.recording import FPS
+from robotics.interventions.devices import DeviceInput
+from robotics.interventions.watched import JournalStep, WatchedEpisode
+from robotics.sim.interface import interface_of
+
+if TYPE_CHECKING:
+    from typing import Self
+
+    from robotics.interventions.pacing import ControlRate
+    from robotics.sim.episodes import RobotSim
+
+LOGGER = logging.getLogger("mmrl")
+INTERVENTION, IS_INTERVENTION = "intervention", "complementary_info.is_intervention"
+REWARD, DONE = "next.reward", "next.done"
+FEATURES: dict[str, dict[str, Any]] = {
+    INTERVENTION: {"dtype": "bool", "shape": [1], "names": None},
+    IS_INTERVENTION: {"dtype": "float32", "shape": [1], "names": ["is_intervention"]},
+    REWARD: {"dtype": "float32", "shape": [1], "names": None},
+    DONE: {"dtype": "bool", "shape": [1], "names": None},
+}
+"""Features of a control step in addition to state, action and images."""
+LINES_PATH, JOURNAL_PATH = "meta/interventions.jsonl", "meta/unfinished.jsonl"
+
+
+def read_attempts(folder: Path) -> list[dict[str, Any]]:
+    """Lines of the attempts so far, by number; those whose episode is in the dataset, or that have none.
+
+    An attempt has `episode_index` (None if its environment failed), `task`, `split`, `layout`, `steps`,
+    `person_steps`, `starts`, `success`, and in a live session `hz`, `jitter_ms`, `longest_ms`, `late` and `weights`.
+
+    Raises:
+        UserError: the dataset has episodes that no line names.
+    """
+    if not (folder / INFO_PATH).is_file():
+        return []
+    count = int(read_json_object(folder / INFO_PATH)["total_episodes"])
+    # a line is written before its episode, so the last ones may name an episode that was not finished
+    known = read_jsonl(folder / LINES_PATH)
+    lines = [line for line in known if line["episode_index"] is None or line["episode_index"] < count]
+    named = sum(line["episode_index"] is not None for line in lines)
+    if named != count:
+        raise UserError(
+            f"{folder} has {count} episodes, but {LINES_PATH} names {named} of them: it was not recorded by "
+            "`mmrl robot intervene` or robot_hg_dagger, or the file was changed; set another interventions.path"
+        )
+    return lines
+
+
+class InterventionRecord:
+    """Writes watched episodes to a folder, after those that it has.
+
+    Args:
+        folder: of the dataset, made when missing.
+        sim: the simulator, which names states, actions and the control rate.
+        cameras: names of the policy's camera and the additional ones; empty = no images.
+        fps: control steps per second of a simulator that does not report its rate; `FPS` when None.
+
+    Raises:
+        UserError: the folder has a dataset with other features or another rate, or another program writes to it.
+    """
+
+    def __init__(self, folder: Path, sim: RobotSim, cameras: Sequence[str] = (), fps: float | None = None) -> None:
+        self.folder, self._cameras, self._sim = folder, list(cameras), sim
+        sizes = {} if sim.image_size is None else dict.fromkeys(cameras, sim.image_size)
+        features = recorded_features(sim, sizes) | FEATURES
+        rate = fps or interface_of(sim).control_hz or FPS
+        about = sim.describe()
+        robot = str(about.get("arm") or about.get("environment") or about.get("simulator") or "robot")
+        self._writer = EpisodeWriter(folder, rate, features, robot)
+        try:
+            self.attempts: list[dict[str, Any]] = read_attempts(folder)
+            """Lines of the attempts so far."""
+            self._write_lines()
+            self.unfinished: list[JournalStep] = self._read_journal()
+            """Control steps of the next attempt that an interrupted session has executed."""
+        except BaseException:
+            self._writer.finish()
+            raise
+
+    def note(self, step: JournalStep) -> None:
+        """Add a control step to the journal of the attempt that runs."""
+        path = self.folder / JOURNAL_PATH
+        begins = not path.exists()
+        given = None if step.given is None else {"axes": dict(step.given.axes), "presses": list(step.given.presses)}
+        line = {"action": [float(entry) for entry in step.action], "by_person": step.by_person, "given": given}
+        # opened for each line, which is in the system's hands when the file is closed, even if the process is killed
+        with path.open("a", encoding="utf-8") as file:
+            if begins:
+                file.write(json.dumps({"attempt": len(self.attempts)}) + "\n")
+            file.write(json.dumps(line) + "\n")
+
+    def add(self, episode: WatchedEpisode, rate: ControlRate | None = None, weights: int | None = None) -> None:
+        """Add a finished attempt; one without control steps, or whose environment failed, only gets a line.
+
+        Args:
+            episode: the attempt.
+            rate: of its control steps on the wall clock.
+            weights: trainer step of the policy's weights.
+        """
+        kept = bool(len(episode)) and not episode.failed
+        line = {
+            "attempt": len(self.attempts),
+            "episode_index": self._writer.episodes if kept else None,
+            "task": episode.episode.task,
+            "split": episode.episode.split,
+            "layout": episode.episode.layout,
+            "steps": len(episode),
+            "person_steps": sum(episode.by_person),
+            "starts": episode.starts,
+            "success": episode.success,
+            "reason": episode.reason,
+            "weights": weights,
+            **({} if rate is None else asdict(rate)),
+        }
+        self.attempts.append(line)
+        self._write_lines()
+        if kept:
+            self._write(episode)
+        self.forget()
+
+    def forget(self) -> None:
+        """Discard the journal of the attempt that runs."""
+        self.unfinished = []
+        (self.folder / JOURNAL_PATH).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Join the files of the dataset, for lerobot's reader; an unfinished attempt stays in its journal."""
+        self._writer.finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _write(self, episode: WatchedEpisode) -> None:
+        person = np.array(episode.by_person)[:, None]
+        ends = np.zeros_like(person)
+        ends[-1] = True
+        extra = {
+            INTERVENTION: person,
+            IS_INTERVENTION: person.astype(np.float32),
+            REWARD: np.array(episode.rewards, np.float32)[:, None],
+            DONE: ends,
+        }
+        images = {}
+        if episode.images and self._cameras:
+            others = (np.stack(one) for one in zip(*episode.views, strict=True))
+            images = dict(zip(self._cameras, [np.stack(episode.images), *others], strict=True))
+        states = np.stack(episode.states) if self._sim.state_size else None
+        task = episode.episode.instruction or episode.episode.task
+        self._writer.add_episode(states, np.stack(episode.actions), images, task, episode.success, extra)
+
+    def _write_lines(self) -> None:
+        text = "".join(f"{json.dumps(line)}\n" for line in self.attempts)
+        write_atomically(self.folder / LINES_PATH, text)
+
+    def _read_journal(self) -> list[JournalStep]:
+        head, *steps = read_jsonl(self.folder / JOURNAL_PATH) or [{}]
+        if head.get("attempt") != len(self.attempts):
+            # of an attempt that was finished right before the interruption
+            self.forget()
+            return []
+        if steps:
+            LOGGER.info(
+                "attempt %d was interrupted after %d control steps, which are executed again",
+                *(len(self.attempts), len(steps)),
+            )
+        return [_journal_step(line) for line in steps]
+
+
+def _journal_step(line: Mapping[str, Any]) -> JournalStep:
+    given = line["given"]
+    read = None if given is None else DeviceInput(given["axes"], tuple(given["presses"]))
+    return JournalStep(np.array(line["action"], np.float32), bool(line["by_person"]), read)

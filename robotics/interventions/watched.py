@@ -1,0 +1,209 @@
+"""Episodes of a policy that an overseer watches: one control step after the other, with its owner.
+
+Shapes: L live rows, A entries of an action, S entries of the state, T control steps of an episode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from robotics.episodes.collect import ActingSettings, action_scale, inputs_of, sim_actions
+from robotics.interventions.devices import FAILURE, QUIT, REDO, SUCCESS, DeviceInput
+from robotics.policies.base.action_policy import ActionPolicy
+from robotics.policies.base.action_tokens import RowGenerators
+from robotics.sim.episodes import EpisodeSpec, RobotObservation, RobotSim, begin_episodes
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from robotics.interventions.overseers import Overseer
+    from robotics.sim.episodes import ChunkResult
+
+
+@dataclass
+class WatchedEpisode:
+    """One episode of T control steps."""
+
+    episode: EpisodeSpec
+    states: list[NDArray[np.float32]] = field(default_factory=list)
+    """(S,) before each action."""
+    images: list[NDArray[np.uint8]] = field(default_factory=list)
+    """(H, W, 3) before each action; none without a camera."""
+    views: list[NDArray[np.uint8]] = field(default_factory=list)
+    """(V, H, W, 3) of the additional cameras."""
+    actions: list[NDArray[np.float32]] = field(default_factory=list)
+    """(A,) executed actions in -1..1, whoever chose them."""
+    by_person: list[bool] = field(default_factory=list)
+    """Whether the overseer chose the action."""
+    rewards: list[float] = field(default_factory=list)
+    """The environment's own reward of each control step."""
+    success: bool = False
+    """Whether the task was solved, by the policy or with the overseer's help."""
+    terminated: bool = False
+    """Whether the task or a person ended the episode; otherwise a time limit did."""
+    failed: bool = False
+    """Whether the environment failed."""
+    reason: str = ""
+    """Why it failed."""
+    press: str = ""
+    """redo or quit if the person ended the episode so."""
+
+    def __len__(self) -> int:
+        return len(self.actions)
+
+    @property
+    def starts(self) -> int:
+        """Number of interventions: how often the overseer took over."""
+        return sum(now and not before for before, now in zip([False, *self.by_person], self.by_person, strict=False))
+
+
+@dataclass(frozen=True)
+class JournalStep:
+    """A control step of an interrupted episode."""
+
+    action: NDArray[np.float32]
+    by_person: bool
+    given: DeviceInput | None
+
+
+Noted = Callable[[JournalStep], None]
+"""Called with each control step before it is executed."""
+
+
+class _Plans:
+    """The policy's chunks of actions, row by row; a row plans again when its chunk is used up or was interrupted."""
+
+    def __init__(
+        self, policy: ActionPolicy, episodes: Sequence[EpisodeSpec], settings: ActingSettings, seeds: Sequence[int]
+    ) -> None:
+        self._policy, self._episodes, self._settings = policy, episodes, settings
+        self._scale = action_scale(policy, settings)
+        self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self._left: list[NDArray[np.float32]] = [np.zeros((0, policy.action_size), np.float32) for _ in episodes]
+
+    def proposed(self, observation: RobotObservation) -> NDArray[np.float32]:
+        """(L, A) actions of this control step."""
+        rows = observation.rows.tolist()
+        new = [row for row in rows if not len(self._left[row])]
+        if new:
+            inputs = inputs_of(observation.of(new), self._episodes, self._policy.device)
+            draws = RowGenerators([self._generators[row] for row in new])
+            with torch.no_grad():
+                choice = self._policy.act(inputs, draws, temperature=self._settings.temperature, greedy=True)
+            actions = sim_actions(choice.actions.float().cpu().numpy(), self._scale).clip(-1, 1)
+            for row, chunk in zip(new, actions, strict=True):
+                self._left[row] = chunk[: self._settings.n_action_steps or None]
+        return np.stack([self._left[row][0] for row in rows])
+
+    def advance(self, rows: Sequence[int], acts: Sequence[bool]) -> None:
+        """Go to the next control step; what was planned before an intervention does not continue after it."""
+        for row, taken in zip(rows, acts, strict=True):
+            self._left[row] = self._left[row][:0] if taken else self._left[row][1:]
+
+
+def run_watched(
+    policy: ActionPolicy,
+    sim: RobotSim,
+    episodes: Sequence[EpisodeSpec],
+    overseer: Overseer,
+    settings: ActingSettings,
+    seeds: Sequence[int],
+    *,
+    before_step: Callable[[], None] | None = None,
+    show: Callable[[RobotObservation, str], None] | None = None,
+    note: Noted | None = None,
+    recalled: Sequence[JournalStep] = (),
+) -> list[WatchedEpisode]:
+    """Run R episodes to their ends under an overseer, whose action replaces the policy's where it acts.
+
+    The policy takes its most likely actions. It observes again when a chunk of it is used up, and after each control
+    step of the overseer.
+
+    Args:
+        policy: in evaluation mode.
+        sim: the simulator, of a capacity of at least R.
+        episodes: R initial states.
+        overseer: watches them.
+        settings: how the policy's actions are executed.
+        seeds: R seeds, of the policy's and the overseer's random numbers.
+        before_step: called before each control step, such as `Pacer.wait`.
+        show: called with each observation and a line of text.
+        note: called with each control step of the first row before it is executed.
+        recalled: the first control steps, from a journal. They are executed again, whatever policy and overseer
+            would do now.
+
+    Returns:
+        The episodes. One whose environment failed is marked; its control steps so far are kept.
+    """
+    seen = [WatchedEpisode(episode) for episode in episodes]
+    result = begin_episodes(sim, episodes, policy.past)
+    for row in np.flatnonzero(result.failed).tolist():
+        seen[row].failed, seen[row].reason = True, result.reasons.get(row, "")
+    overseer.begin(sim, episodes, seeds)
+    plans, observation = _Plans(policy, episodes, settings, seeds), result.observation
+    journal = iter(recalled)
+    while len(sim.live):
+        rows, observation = sim.live.copy(), observation.of(sim.live)
+        proposed = plans.proposed(observation)
+        known = next(journal, None)
+        if known is None and before_step is not None:
+            before_step()
+        verdict = overseer.watch(proposed)
+        if QUIT in verdict.presses or REDO in verdict.presses:
+            seen[0].press = REDO if REDO in verdict.presses else QUIT
+            return seen
+        acts, actions = verdict.acts, np.where(verdict.acts[:, None], verdict.actions, proposed)
+        if known is not None:
+            acts, actions = np.array([known.by_person]), known.action[None]
+        elif note is not None:
+            note(JournalStep(actions[0], bool(acts[0]), verdict.given))
+        result = sim.step_chunk(actions[:, None])
+        _keep(seen, observation, actions, acts, result)
+        plans.advance(rows.tolist(), acts.tolist())
+        observation = result.observation
+        if show is not None:
+            show(observation, _status(seen[0], bool(acts[0])))
+        if _end(seen[0], verdict.presses):
+            return seen
+    return seen
+
+
+def _keep(
+    seen: Sequence[WatchedEpisode],
+    observation: RobotObservation,
+    actions: NDArray[np.float32],
+    acts: NDArray[np.bool_],
+    result: ChunkResult,
+) -> None:
+    """Add a control step of the live rows: what was observed before it, and what came of it."""
+    for place, row in enumerate(result.rows.tolist()):
+        one = seen[row]
+        if result.failed[place]:
+            # a step of a failed environment has no result
+            one.failed, one.reason = True, result.reasons.get(row, "no reason given")
+            continue
+        one.states.append(observation.state[place].copy())
+        one.images += [] if observation.images is None else [observation.images[place].copy()]
+        one.views += [] if observation.views is None else [observation.views[place].copy()]
+        one.actions.append(np.asarray(actions[place], np.float32).copy())
+        one.by_person.append(bool(acts[place]))
+        one.rewards.append(float(result.rewards[place, 0]))
+        one.success |= bool(result.success[place])
+        one.terminated |= bool(result.terminated[place])
+
+
+def _end(one: WatchedEpisode, presses: Sequence[str]) -> bool:
+    """Whether the person ends the episode, as a success or a failure."""
+    if SUCCESS not in presses and FAILURE not in presses:
+        return False
+    one.success, one.terminated = SUCCESS in presses, True
+    return True
+
+
+def _status(one: WatchedEpisode, by_person: bool) -> str:
+    return f"step {len(one)}: {'YOU' if by_person else 'policy'} | {one.episode.instruction or one.episode.task}"
