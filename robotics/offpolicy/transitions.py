@@ -115,7 +115,7 @@ class TransitionFile:
     """A file of records that grows at its end and is read through a memory map.
 
     Args:
-        path: of the file, which is overwritten.
+        path: of the file; an existing one is deleted.
         form: sizes of a transition.
     """
 
@@ -123,7 +123,7 @@ class TransitionFile:
         self.path = path
         self.form = form
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"")
+        path.unlink(missing_ok=True)
         self._count = 0
         self._records: NDArray[np.void] = np.zeros(0, form.dtype)
 
