@@ -11,7 +11,9 @@ first two steps do not count.
 from __future__ import annotations
 
 import itertools
+import json
 import statistics
+import string
 import tempfile
 import time
 from pathlib import Path
@@ -21,11 +23,12 @@ import numpy as np
 
 from benchmarks.report import print_each
 from mmrl.config import load_run
+from mmrl.runs.tracking import Tracker
 from mmrl.training.processes import make_accelerator, seed_everything
 from mmrl.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
-WARMING = 2
+WARMING, TURNS = 2, 4
 WAIT_S, SLEEP_S = 0.02, 0.1
 WAYS = {
     "one process": [],
@@ -55,7 +58,7 @@ class SlowRoom:
         time.sleep(SLEEP_S)
         self._turns += 1
         text = action.arguments.get("text", "")
-        return self._look(), sum(map(str.isdigit, text)) / max(len(text), 1), self._turns == 4
+        return self._look(), sum(map(str.isdigit, text)) / max(len(text), 1), self._turns == TURNS
 
     def close(self) -> None:
         """Nothing to close."""
@@ -97,7 +100,10 @@ def overrides(case: str, folder: Path) -> tuple[Path, list[str]]:
         "environment.workers=4",
         "actions.format=text",
         "data.seeds=400",
-        "sampler.max_new_tokens=5",
+        # an untrained model seldom ends an answer, and answers that are cut off are not executed
+        "sampler.max_new_tokens=8",
+        f"sampler.stop={[*string.ascii_lowercase, *string.digits]}",
+        "actions.on_parse_error=noop",
         "trainer.samples_per_task=2",
     ]
 
@@ -108,7 +114,10 @@ def measure(case: str, way: str, steps: int, folder: Path) -> dict[str, float]:
     entry, config = load_run(path, [*settings, f"trainer.steps={steps + WARMING}", *WAYS[way]])
     seed_everything(config.seed)
     recipe = entry.load_recipe_class()(config)
-    trainer = Trainer(recipe, config, folder / way.replace(" ", "-"), make_accelerator(), None, entry=entry)
+    run_dir = folder / way.replace(" ", "-")
+    run_dir.mkdir()
+    tracker = Tracker(run_dir)
+    trainer = Trainer(recipe, config, run_dir, make_accelerator(), tracker, entry=entry)
     ends = [time.perf_counter()]
     try:
         for _ in range(steps + WARMING):
@@ -116,9 +125,21 @@ def measure(case: str, way: str, steps: int, folder: Path) -> dict[str, float]:
             ends.append(time.perf_counter())
     finally:
         trainer.rollers.close()
+        tracker.close()
         recipe.close()
+    if case != "rewards that wait":
+        _check_turns(run_dir)
     taken = [after - before for before, after in itertools.pairwise(ends)][WARMING:]
     return {"step_s": statistics.median(taken)}
+
+
+def _check_turns(run_dir: Path) -> None:
+    """Raise RuntimeError if episodes took no turns in which the environment sleeps."""
+    lines = (run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    turns = [record["episode/turns"] for record in map(json.loads, lines) if "episode/turns" in record]
+    cut = [record["episode/cut"] for record in map(json.loads, lines) if "episode/cut" in record]
+    if not turns or min(turns) < TURNS or max(cut) > 0.2:
+        raise RuntimeError(f"episodes took {turns} turns, of which {cut} were cut off, instead of {TURNS}")
 
 
 def compare(case: str, steps: int) -> dict[str, Any]:
