@@ -135,6 +135,7 @@ def test_a_clone_learns_the_experts_calls_and_its_last_answer(template, model, t
         read = tokenizer.decode(payload.response_ids[row])
         assert f"{product['b']}" in read.partition(turns[1])[0]  # the price came from the tool
         assert episode.success
+        assert episode.calls == 2
 
 
 def test_random_actions_have_no_arguments_for_tools(model, tmp_path):

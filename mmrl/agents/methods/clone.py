@@ -18,6 +18,7 @@ from torch import nn
 
 from mmrl.agents.agent_evaluation import AgentEvaluationConfig
 from mmrl.agents.agent_recipe import AgentDomain, AgentParts, check_supervised
+from mmrl.agents.environments.action_formats import SAY
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.environment import NATIVE
 from mmrl.agents.environments.experts import (
@@ -155,5 +156,6 @@ def as_episode(played: ExpertEpisode, task: AgentTask, policy: VlmPolicy, writer
     episode.success = played.success
     episode.last = played.last
     episode.refused = sum("action_error" in turn.info for turn in turns)
+    episode.calls = sum(turn.action.name != SAY for turn in turns)
     episode.rewards = [0.0] * (episode.trajectory.turns - 1) + [played.reward] if episode.trajectory.turns else []
     return episode
