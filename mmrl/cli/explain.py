@@ -78,7 +78,7 @@ class Domain(NamedTuple):
 
     name: str
     trains: str
-    """What the recipes train, as shown in tables and messages."""
+    """The kind of model that the recipes train, as shown in tables and messages."""
     recipes: dict[str, str]
     """Recipe to the `module:name` of the log-probabilities that its policies compute, the simplest first."""
 

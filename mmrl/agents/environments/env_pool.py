@@ -153,7 +153,7 @@ class EnvPool(RowPool["TurnResult | Action"]):
         self.show_images = True
         """Whether the model can see images; environments with an attribute of this name are told at each reset."""
         self._busy: dict[int, Action | AgentTask] = {}
-        """What rows execute, by row."""
+        """The action that each busy row executes, or the task that it starts, by row number."""
 
     @property
     def live(self) -> list[int]:

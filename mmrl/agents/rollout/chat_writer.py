@@ -6,10 +6,9 @@ are rendered as a prompt of their own. Either way, a sampled token belongs to on
 
     question, answer 1, results, answer 2    each is read behind the other
     question, answer 1, remark, answer 3     a branch: reads answer 1 again and trains answer 3
-    other messages, answer 4                 a prompt of its own
+    other messages, answer 4                 a new prompt
 
-A branch restarts the trajectory with `Context`, so that it is scored as a row of its own and has the advantage of its
-episode.
+A branch restarts the trajectory with `Context`: it is scored as a separate row and gets the advantage of its episode.
 
 Source: PrimeIntellect-ai/verifiers and NovaSky-AI/SkyRL, which also keep sampled tokens and make a row of each branch.
 """
@@ -33,7 +32,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.answers import final_part, with_think_tags
 from mmrl.vlm.data.prompt import Prompt, join_prompts
 from mmrl.vlm.data.task import TaskError, VlmTask
-from mmrl.vlm.data.turn_template import call_id
+from mmrl.vlm.data.turn_template import call_id, with_json_arguments
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 
@@ -60,7 +59,7 @@ def settle_chat(conversation: ConversationConfig, actions: ActionConfig) -> None
 
 
 class _Request(NamedTuple):
-    """What a program sent."""
+    """A request of the program."""
 
     messages: list[Message]
     tools: list[dict[str, Any]]
@@ -324,8 +323,5 @@ def _plain(message: Message) -> Message:
 
 
 def _with_json_arguments(message: Message) -> Message:
-    calls = [
-        call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
-        for call in message.get("tool_calls", ())
-    ]
+    calls = [with_json_arguments(call) for call in message.get("tool_calls", ())]
     return message | ({"tool_calls": calls} if calls else {})

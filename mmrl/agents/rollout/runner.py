@@ -92,7 +92,7 @@ class _Slot:
     episode: Episode
     conversation: Conversation
     writer: Writer
-    """Of its cohort."""
+    """The writer of its cohort."""
     generator: torch.Generator
     fork: Fork | None = None
     """Turns of another episode that it repeats."""
@@ -227,7 +227,7 @@ class EpisodeRunner:
             while waiting and waiting[0].size <= len(free):
                 cohort = waiting.popleft()
                 cohort.rows, free = free[: cohort.size], free[cohort.size :]
-                # Caches of its own, or what a pass encodes would depend on which cohort came first.
+                # With shared caches, what a pass encodes would depend on which cohort came first.
                 cohort.writer = self._writer.fresh()
                 cohort.turns = TurnSampler(self._policy, self._sampler, cohort.size, engine=self._engine)
                 running.append(cohort)

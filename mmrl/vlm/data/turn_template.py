@@ -524,10 +524,12 @@ def call_forms(calls: Sequence[Message]) -> Iterator[list[Message]]:
     for number in dict.fromkeys((len(calls), 1)):
         yield [*calls[:number]]
         # DeepSeek V3.1 appends the arguments to a text
-        yield [
-            call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
-            for call in calls[:number]
-        ]
+        yield [with_json_arguments(call) for call in calls[:number]]
+
+
+def with_json_arguments(call: Message) -> Message:
+    """A call whose arguments are JSON text."""
+    return call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
 
 
 def behind_open_thought(prompt_text: str, text: str) -> str:
