@@ -27,7 +27,7 @@ from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.environment import NATIVE, Action, ActionConfig, Observation, ParsedAnswer
 from mmrl.agents.environments.native_calls import NativeAnswer, ToolCall
 from mmrl.agents.environments.programs import REPLY
-from mmrl.agents.rollout.conversation import Conversation, ConversationConfig, Transcript, Writer, Part
+from mmrl.agents.rollout.conversation import Conversation, ConversationConfig, ConversationPart, Transcript, Writer
 from mmrl.errors import UserError
 from mmrl.rewards.answers import final_part, with_think_tags
 from mmrl.vlm.data.prompt import Prompt, join_prompts
@@ -114,7 +114,7 @@ class ChatWriter(Writer):
             raise UserError(f"{task.id} has an instruction, which an agent program does not get; make it a task entry")
         request = self._read_request(observation)
         whole = self._whole(task, request, observation) if prompt is None else prompt
-        conversation = ChatConversation(task, [Part(whole, observation)])
+        conversation = ChatConversation(task, [ConversationPart(whole, observation)])
         conversation.exchanges.append(_Turn(request, -1, whole, len(request.messages), keys=_keys(request.messages)))
         return conversation
 
@@ -175,7 +175,7 @@ class ChatWriter(Writer):
             given = own.restart = self._whole(conversation.task, request, observation)
         start = len(observation.images) - _count_images(new)
         own.exchanges.append(_Turn(request, parent, given, len(new), start, keys))
-        conversation.parts.append(Part(given, observation))
+        conversation.parts.append(ConversationPart(given, observation))
         return given
 
     def transcript(self, conversation: Conversation, answers: Sequence[str], last: Observation | None) -> Transcript:

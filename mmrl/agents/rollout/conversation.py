@@ -107,7 +107,7 @@ class ConversationConfig:
 
 
 @dataclass
-class Part:
+class ConversationPart:
     """An observation or an answer."""
 
     prompt: Prompt
@@ -148,7 +148,7 @@ class Conversation:
     """One episode's conversation so far."""
 
     task: AgentTask
-    parts: list[Part] = field(default_factory=list)
+    parts: list[ConversationPart] = field(default_factory=list)
     num_omitted: int = 0
     """Images that the window has omitted so far."""
     first_kept: int = 1
@@ -227,14 +227,14 @@ class Writer:
     def begin(self, task: AgentTask, observation: Observation, prompt: Prompt | None = None) -> Conversation:
         """Start a conversation."""
         first = self._first(task, observation, observation.images) if prompt is None else prompt
-        return Conversation(task, [Part(first, observation, task.instruction)], read=[first])
+        return Conversation(task, [ConversationPart(first, observation, task.instruction)], read=[first])
 
     def answer(self, conversation: Conversation, ids: list[int]) -> None:
         """Append the tokens of a response."""
         # the sampled tokens stay in the trajectory; only the history for later turns loses its thoughts
         spoken = self._spoken(conversation.parts[-1].prompt, ids) if self._config.drop_thoughts else None
         said = text_prompt(torch.tensor(ids, dtype=torch.int64))
-        conversation.parts.append(Part(said, spoken=spoken))
+        conversation.parts.append(ConversationPart(said, spoken=spoken))
         conversation.read.append(said)
 
     def parse(
@@ -264,7 +264,7 @@ class Writer:
         def append(notice: str) -> int:
             """Append the observation with a notice; returns the tokens left behind it."""
             prompt = self._turn(conversation.task, observation, observation.images, note, end, notice)
-            conversation.parts.append(Part(prompt, observation, note, end, notice=notice))
+            conversation.parts.append(ConversationPart(prompt, observation, note, end, notice=notice))
             conversation.restart = self._restart(conversation)
             read = conversation.length + len(prompt) if conversation.restart is None else len(conversation.restart)
             return self._policy.positions - read
