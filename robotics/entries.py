@@ -51,6 +51,18 @@ RECIPES = (
         "Haarnoja et al., SAC, arXiv 1801.01290 and 1812.05905",
     ),
     RecipeEntry(
+        "robot_residual",
+        "robotics.offpolicy.improve:RobotSacRecipe:RobotResidualConfig",
+        "a bounded residual on the actions of any frozen policy, learned by soft actor-critic",
+        "Johannink et al., residual reinforcement learning, arXiv 1812.03201; PLD, arXiv 2511.00091",
+    ),
+    RecipeEntry(
+        "robot_dsrl",
+        "robotics.offpolicy.improve:RobotSacRecipe:RobotDsrlConfig",
+        "the noise that a frozen flow policy starts from, learned by soft actor-critic (DSRL-SAC)",
+        "Wagenmaker et al., DSRL, arXiv 2506.15799",
+    ),
+    RecipeEntry(
         "robot_distil",
         "robotics.methods.distillation:RobotDistilRecipe:RobotDistilConfig",
         "distillation of a robot policy from a larger or earlier one, in states that the student itself reaches (OPD)",

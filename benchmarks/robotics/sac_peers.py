@@ -154,17 +154,18 @@ def _peer_env(env: str, split: str) -> Any:
     )
 
     class Gain(gymnasium.Wrapper):  # type: ignore[misc, type-arg]
-        """The reward is what a step adds to the dense one."""
+        """The reward is what a step adds to the dense one; 0 for the first, before which there is none."""
 
-        before = 0.0
+        before: float | None = None
 
         def reset(self, **options: Any) -> Any:
-            self.before = 0.0
+            self.before = None
             return self.env.reset(**options)
 
         def step(self, action: Any) -> Any:
             seen, reward, terminated, truncated, info = self.env.step(action)
-            gain, self.before = float(reward) - self.before, float(reward)
+            before, self.before = self.before, float(reward)
+            gain = 0.0 if before is None else self.before - before
             return seen, gain, terminated, truncated, info
 
     return Gain(gymnasium.wrappers.FlattenObservation(made))

@@ -341,7 +341,7 @@ class _Recorder:
         self.rewards: list[list[NDArray[np.float32]]] = [[] for _ in rows]
         self.frames: list[list[NDArray[np.uint8]]] = [[] for _ in rows]
         # the observation after the last chunk of each row; an episode that never starts keeps its first
-        self.last = [_state_and_image(started.observation, row) for row in rows]
+        self.last = [_observed(started.observation, row) for row in rows]
         self.poses = [[] if started.object_poses is None else [started.object_poses[row]] for row in rows]
         self.success = np.zeros(len(episodes), bool)
         self.terminated = np.zeros(len(episodes), bool)
@@ -362,7 +362,7 @@ class _Recorder:
         """Add a chunk of the L live rows; `full_state` (L, F) is the state before the chunk, `seconds` its duration."""
         for index, row in enumerate(result.rows.tolist()):
             steps = int(result.steps[index])
-            state, image = _state_and_image(observation, index)
+            state, image, views = _observed(observation, index)
             # a chunk without an executed step has no reward: NaN, so that it cannot pass for a reward of 0
             rewards = result.rewards[index, :steps] if steps else np.array([np.nan])
             last, total = np.float32(rewards[-1]), np.float32(rewards.sum())
@@ -371,7 +371,7 @@ class _Recorder:
             # kept with every chunk, since nobody knows yet which one is the last
             chunk |= {} if result.full_state is None else {"last_full": result.full_state[index]}
             chunk |= {} if seconds is None else {"seconds": np.float32(seconds)}
-            chunk |= {} if observation.views is None else {"views": observation.views[index]}
+            chunk |= {} if views is None else {"views": views}
             # decisions may live on the GPU until `close` stacks them
             self.chunks[row].append(chunk | {"decisions": choice.decisions[index], "logp": choice.logp[index]})
             self.actions[row].append(actions[index, :steps])
@@ -380,7 +380,7 @@ class _Recorder:
                 self.frames[row].append(result.frames[row])
             if result.object_poses is not None:
                 self.poses[row].append(result.object_poses[index])
-            self.last[row] = _state_and_image(result.observation, index)
+            self.last[row] = _observed(result.observation, index)
             # once solved or ended, a row stays so
             self.success[row] |= bool(result.success[index])
             self.terminated[row] |= bool(result.terminated[index])
@@ -396,7 +396,7 @@ class _Recorder:
         if example is None:  # no episode of any wave could start
             empty = torch.zeros(1)
             example = {"decisions": empty.long(), "logp": empty, "state": self.last[0][0]}
-        states, images = zip(*self.last, strict=True)
+        states, images, views = zip(*self.last, strict=True)
         payload = EpisodePayload(
             episodes=self.episodes,
             states=self._stack("state", torch.from_numpy(example["state"])),
@@ -411,6 +411,7 @@ class _Recorder:
             images=None if first.images is None else self._stack("image", _black(first.images)),
             views=None if first.views is None else self._stack("views", _black(first.views)),
             last_image=None if first.images is None else self._moved(np.stack(images)),
+            last_views=None if first.views is None else self._moved(np.stack(views)),
             frames=[self._frames_of(row) for row in rows] if any(self.frames) else [],
             full_states=self._stack("full", torch.from_numpy(example["full"])) if "full" in example else None,
             last_full_state=self._last_full_state(example) if "last_full" in example else None,
@@ -450,8 +451,12 @@ class _Recorder:
         return np.concatenate([self.chunks[row][0]["image"][None], *self.frames[row]])
 
 
-def _state_and_image(observation: RobotObservation, index: int) -> tuple[NDArray[np.float32], NDArray[np.uint8] | None]:
-    return observation.state[index], None if observation.images is None else observation.images[index]
+def _observed(
+    observation: RobotObservation, index: int
+) -> tuple[NDArray[np.float32], NDArray[np.uint8] | None, NDArray[np.uint8] | None]:
+    """State, image and further views of a row."""
+    images, views = (None if part is None else part[index] for part in (observation.images, observation.views))
+    return observation.state[index], images, views
 
 
 def _black(images: NDArray[np.uint8]) -> Tensor:

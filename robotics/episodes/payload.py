@@ -112,6 +112,8 @@ class EpisodePayload(Payload):
     """(B, C, V, H, W, 3) uint8, observed before each chunk by the additional cameras."""
     last_image: Tensor | None = per_row(default=None)
     """(B, H, W, 3) uint8, at the end of the episode."""
+    last_views: Tensor | None = per_row(default=None)
+    """(B, V, H, W, 3) uint8, at the end of the episode by the additional cameras."""
     frames: list[NDArray[np.uint8] | None] = per_row(blank=None, default_factory=list)
     """Frames (F, H, W, 3) of every control step of each row; None or empty if only chunk ends were rendered."""
     object_poses: list[NDArray[np.float64] | None] = per_row(blank=None, default_factory=list)

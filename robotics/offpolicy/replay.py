@@ -11,7 +11,8 @@ of one control step that is an ordinary dataset. Beyond the usual columns it has
     next.reward                   the environment's reward of each control step
     next.observation.state        the observation after the chunk, also that after the last one of the episode
     next.terminated               True in the last frame if the task ended the episode, and not a time limit
-    task                          number of the task
+    task.number                   number of the task
+    action.noise                  what the policy chose, if it chooses the noise of a frozen one
 
 and, for a critic that reads more than the policy, `observation.environment_state` and the one after the chunk. All of
 it is float32 as the simulator gave it, so that statistics, discount and reward may change without collecting again.
@@ -41,6 +42,7 @@ from robotics.offpolicy.transitions import Experience, TransitionFile, Transitio
 
 FULL, NEXT = "observation.environment_state", "next."
 STEPS, REWARDS, TERMINATED, TASK = "action.steps", "next.reward", "next.terminated", "task.number"
+NOISE = "action.noise"
 INDEX_FILE = "index.bin"
 DATASET = "dataset"
 
@@ -56,6 +58,7 @@ def replay_features(form: TransitionForm, state_names: Sequence[str] | None = No
     features = {STATE: part(form.state, names=state_names), ACTION: action}
     features |= {NEXT + STATE: part(form.state), REWARDS: part(form.chunk), STEPS: part(1, dtype="int32")}
     features |= {TERMINATED: part(1, dtype="bool"), TASK: part(1, dtype="int32")}
+    features |= {NOISE: part(*form.noise)} if form.noise else {}
     # a simulator without a full state has no such columns
     return features | ({FULL: part(form.full), NEXT + FULL: part(form.full)} if form.full else {})
 
@@ -156,7 +159,8 @@ class Replay:
             TASK: records["task"],
         }
         columns |= {FULL: records["full"], NEXT + FULL: records["next_full"]} if self.form.full else {}
-        actions = records["actions"][:, 0] if self.form.chunk == 1 else records["actions"]
+        columns |= {} if episode.noise is None else {NOISE: episode.noise}
+        actions = episode.actions[:, 0] if self.form.chunk == 1 else episode.actions
         task = episode.instruction
         self._writer.add_episode(records["state"], actions, None, task, episode.success, extra=columns)
         self.episodes += 1
@@ -197,7 +201,8 @@ def read_records(dataset: Path, form: TransitionForm) -> NDArray[np.void]:
                 # vectors of a single entry are stored as numbers
                 for to, column in ((name, columns[key]), (f"next_{name}", columns[NEXT + key])):
                     records[to] = column.reshape(records[to].shape)
-        records["actions"] = columns[ACTION].reshape(records["actions"].shape)
+        judged = columns[NOISE] if form.noise else columns[ACTION]
+        records["actions"] = judged.reshape(records["actions"].shape)
         records["rewards"] = columns[REWARDS].reshape(records["rewards"].shape)
         records["steps"] = columns[STEPS].ravel()
         records["task"], records["terminated"] = columns[TASK].ravel(), columns[TERMINATED].ravel()
@@ -205,8 +210,9 @@ def read_records(dataset: Path, form: TransitionForm) -> NDArray[np.void]:
         if len(records) and not ((records["steps"] >= 1) & (records["steps"] <= form.chunk)).all():
             raise UserError(f"{dataset} has chunks with {STEPS} outside of 1 to {form.chunk}")
         last = records["rewards"][np.arange(len(records)), records["steps"] - 1]
-        # the first decision of an episode has no reward before it
-        records["before"][1:] = np.where(columns["frame_index"].ravel()[1:] > 0, last[:-1], 0)
+        first = columns["frame_index"].ravel() == 0
+        # as in `Experience.records`
+        records["before"] = np.where(first, records["rewards"][:, 0], np.roll(last, 1))
     return records
 
 

@@ -8,7 +8,7 @@ The reward of a control step is
 
     r_t = w_s [t solved the task] + w_e R_t + w_p (R_t - R_{t-1}),
 
-with R_t the environment's reward; `reward` has the weights. It is computed when a batch is drawn, as is the discount,
+with R_t the environment's reward, and R_{-1} = R_0; `reward` has the weights. It is computed when a batch is drawn, as is the discount,
 so that a resumed run may change both. A time limit is no end: the value of the final observation counts as always. The
 actions in the replay are those that were executed.
 
@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,6 +64,7 @@ from robotics.offpolicy.transitions import Experience, TransitionBatch, Transiti
 from robotics.policies.base.action_policy import ActionChoice, ActionPolicy, PolicyInputs
 from robotics.policies.base.action_statistics import StateStatistics
 from robotics.policies.base.action_tokens import draw_rows
+from robotics.policies.improved import ImprovedPolicy
 from robotics.policies.policy_loading import ActionPolicyConfig
 from robotics.policies.squashed import SquashedActionPolicy
 from robotics.sim.episodes import RobotSim
@@ -70,6 +72,7 @@ from robotics.sim.interface import interface_of
 
 LOGGER = logging.getLogger("mmrl")
 CRITIC_STATES = ("full", "policy")
+WARMUPS = ("random", "policy", "base")
 UNUSED = (
     *("minibatches_per_step", "epochs", "micro_batch", "schedule", "warmup_steps", "final_learning_rate"),
     *("weight_decay", "mixed_precision", "sharding", "gathered"),
@@ -99,8 +102,9 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
     """Updates of the critics per decision of the policy; fractions are carried over to the next step."""
     warmup_steps: int = bounded(1000, at_least=1)
     """Control steps before the first update, rounded up to whole episodes."""
-    warmup: str = choice("random", ("random", "policy"))
-    """Actions of the warm-up: random = uniform; policy = as always, for a policy that was trained before."""
+    warmup: str = choice("random", WARMUPS)
+    """Actions of the warm-up: random = uniform; policy = as always, for a policy that was trained before; base = those
+    of the frozen base, for model.kind residual and steered."""
     capacity: int = rare(bounded(1_000_000, at_least=1))
     """Number of newest transitions that batches are drawn from. Older ones stay on disk."""
     critic_state: str = rare(choice("full", CRITIC_STATES))
@@ -120,8 +124,8 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
         for name in UNUSED:
             if getattr(self.trainer, name) != getattr(usual, name):
                 raise ValueError(
-                    f"trainer.{name} is {getattr(self.trainer, name)!r}, which has no effect in robot_sac; leave it at "
-                    f"{getattr(usual, name)!r}"
+                    f"trainer.{name} is {getattr(self.trainer, name)!r}, which has no effect in {self.recipe}; leave "
+                    f"it at {getattr(usual, name)!r}"
                 )
         if self.sim.randomization.per != "group":
             raise ValueError(
@@ -129,12 +133,13 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
             )
         if self.acting.n_action_steps or self.acting.scale != "none":
             raise ValueError(
-                "robot_sac executes whole chunks of actions in -1..1; leave acting.n_action_steps and acting.scale "
-                "out, and set model.chunk to the number of control steps to execute"
+                f"{self.recipe} executes whole chunks of actions in -1..1; leave acting.n_action_steps and "
+                "acting.scale out, and set model.chunk to the number of control steps to execute (with a frozen base, "
+                "model.options.n_action_steps)"
             )
-        if self.sim.image_size:
+        if self.sim.image_size and self.model.kind == "squashed" and not self.model.path:
             raise ValueError(
-                f"sim.image_size is {self.sim.image_size}, but robot_sac learns from states; set sim.image_size=0"
+                f"sim.image_size is {self.sim.image_size}, but {self.recipe} learns from states; set sim.image_size=0"
             )
 
 
@@ -164,6 +169,20 @@ class UniformPolicy:
         drawn = draw_rows(torch.rand, (len(batch), self.chunk, self.action_size), generator) * 2 - 1
         logp = torch.full((len(batch), self.chunk), -self.action_size * float(np.log(2)))
         return ActionChoice(drawn, drawn.atanh(), logp)
+
+
+class BaseActs:
+    """Acts as the frozen base of a policy."""
+
+    past = 0
+
+    def __init__(self, policy: ImprovedPolicy) -> None:
+        self._policy = policy
+        self.chunk, self.parameters = policy.chunk, policy.parameters
+
+    def act(self, batch: PolicyInputs, generator: torch.Generator, **options: Any) -> ActionChoice:
+        """Choose a chunk of actions for each row."""
+        return self._policy.act(batch, generator, **options, base_only=True)
 
 
 class SacUpdater:
@@ -196,7 +215,7 @@ class SacUpdater:
     def update(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
         """Store the episodes, and make the updates that are due."""
         recipe, config = self.recipe, self.recipe.config
-        self._due += config.utd * self._store(recipe.experiences(rollouts))
+        self._due += config.utd * self._store(recipe.experiences(rollouts, step))
         taken: list[dict[str, float]] = []
         if self._due >= 1 and not self.learner.updates:
             recipe.scale(self.learner)
@@ -207,7 +226,7 @@ class SacUpdater:
             except NonFiniteError as error:
                 self._skip(error, step)
         self._due -= int(self._due)
-        self.optimiser_step = self.learner.updates // config.sac.actor_every
+        self.optimiser_step = self.learner.actor_updates
         self.heap.trim()
         return over_updates(taken) | self._counts()
 
@@ -272,7 +291,7 @@ class RobotSacRecipe(RobotRecipe):
     def __init__(self, config: Any, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         if PartialState().num_processes > 1:
             raise UserError(
-                f"robot_sac has one replay and trains in one process, but {PartialState().num_processes} were "
+                f"{config.recipe} has one replay and trains in one process, but {PartialState().num_processes} were "
                 "started; start it without a launcher, and use sim.workers for more environments at once"
             )
         super().__init__(config, policy, sim)
@@ -281,14 +300,19 @@ class RobotSacRecipe(RobotRecipe):
             self.refuse_returns(f"reward.environment is {self.weights.environment:g}; use reward.potential")
         if not isinstance(self.policy, SquashedActionPolicy):
             raise UserError(
-                f"robot_sac needs a policy that draws actions with a gradient, but this is a "
-                f"{type(self.policy).__name__}; set model.kind=squashed, or model.path to such a policy"
+                f"{config.recipe} needs a policy that draws actions with a gradient, but this is a "
+                f"{type(self.policy).__name__}; set model.kind=squashed, residual or steered, or model.path to such a "
+                "policy"
             )
+        improved = self.policy if isinstance(self.policy, ImprovedPolicy) else None
+        self._check_improved(improved)
         self.tasks = dict(self.sim.tasks())
         full = getattr(self.sim, "full_state_size", 0) if config.critic_state == "full" else 0
-        self.form = TransitionForm(self.sim.state_size, full, self.policy.chunk, self.policy.action_size)
+        seen = self.policy.config.encoder.state_size or self.sim.state_size
+        self.form = TransitionForm(seen, full, self.policy.chunk, self.policy.action_size, self.policy.noise_chosen)
         self._prior = prior_records(config.prior, self.form, self.sim) if config.prior.path else None
-        self._random = UniformPolicy(self.policy.chunk, self.policy.action_size)
+        uniform = UniformPolicy(self.policy.chunk, self.policy.action_size)
+        self._first = {"random": uniform, "base": improved and BaseActs(improved)}.get(config.warmup)
 
     def make_objective(self) -> Objective:
         """None of its blocks is used: the loss is that of `SacUpdater`."""
@@ -299,11 +323,27 @@ class RobotSacRecipe(RobotRecipe):
         """True: no log-probabilities are compared."""
         return True
 
+    def _check_improved(self, improved: ImprovedPolicy | None) -> None:
+        """Check that the settings fit a policy with or without a frozen base."""
+        config = self.config
+        if improved is None:
+            if config.sim.image_size:
+                raise UserError(f"{config.recipe} learns from states with this policy; set sim.image_size=0")
+            if config.warmup == "base":
+                raise UserError("warmup is 'base', but the policy has no frozen base; use random or policy")
+            return
+        if config.warmup == "random":
+            raise UserError("warmup is 'random', but the policy improves a frozen base; use base or policy")
+        if config.prior.path:
+            raise UserError("prior.path: prior data has no actions of the frozen base, which the head reads; remove it")
+
     def open_replay(self, folder: Path) -> None:
         """Begin an empty replay in a folder."""
         about = interface_of(self.sim)
         rate = (about.control_hz or 1.0) / self.form.chunk
-        self.replay = Replay(folder, self.form, rate, about.state)
+        # a head on a frozen base reads more than the state
+        names = about.state if self.form.state == self.sim.state_size else None
+        self.replay = Replay(folder, self.form, rate, names)
         self.opened.callback(self.replay.close)
         self.prior = TransitionFile(folder / "prior.bin", self.form) if self._prior is not None else None
         if self.prior is not None and self._prior is not None:
@@ -317,9 +357,8 @@ class RobotSacRecipe(RobotRecipe):
 
     def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Run an episode from each initial state."""
-        random = self.config.warmup == "random" and self.warms_up()
         seeds = streams.seeds(len(tasks), 1).tolist()
-        acting = self._random if random else policy
+        acting = self._first if self._first is not None and self.warms_up() else policy
         episodes = run_episodes(acting, self.sim, list(tasks), self.config.acting, seeds)
         self._note(episodes.payload)
         rollouts = self.pack(episodes, torch.arange(len(tasks)), policy)
@@ -328,9 +367,9 @@ class RobotSacRecipe(RobotRecipe):
 
     def pack(self, episodes: Episodes, group: Tensor, policy: ActionPolicy) -> Rollouts:
         """See `RobotRecipe.pack`; with executed actions and the rewards of control steps."""
-        payload = episodes.payload
-        actions = payload.decisions.tanh()
-        rewards = torch.zeros(actions.shape[:3])
+        payload, chunk = episodes.payload, self.policy.chunk
+        actions = self._unexecuted(payload)
+        rewards = torch.zeros(*payload.steps.shape, chunk)
         for row, counts in enumerate(payload.steps.tolist()):
             done = 0
             for chunk, count in enumerate(counts):
@@ -340,6 +379,12 @@ class RobotSacRecipe(RobotRecipe):
                 done += count
         found = ExperiencePayload(**vars(payload), actions=actions, rewards=to_device(rewards, actions.device))
         return pack_episodes(dataclasses.replace(episodes, payload=found), group, policy)
+
+    def _unexecuted(self, payload: EpisodePayload) -> Tensor:
+        """Actions (B, C, K, A) that the policy chose; zeros if it chose noise."""
+        if self.form.noise:
+            return torch.zeros(*payload.steps.shape, self.form.chunk, self.form.action, device=payload.steps.device)
+        return self.policy.chosen(payload.decisions)
 
     def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         """Undiscounted return of an episode."""
@@ -352,19 +397,21 @@ class RobotSacRecipe(RobotRecipe):
         """None: the update does not weigh the rows of this step."""
         return rollouts
 
-    def experiences(self, rollouts: Rollouts) -> list[Experience]:
+    def experiences(self, rollouts: Rollouts, step: Step) -> list[Experience]:
         """The episodes of a step whose environment did not fail."""
         payload = ExperiencePayload.of(rollouts)
         assert payload.actions is not None
         assert payload.rewards is not None
         names = list(self.tasks)
         full, last = payload.full_states, payload.last_full_state
+        seen, ends = self.policy.looks(payload.states, payload.decisions), self._last_look(rollouts, step)
         if not self.form.full:
-            full, last = payload.states[..., :0], payload.last_state[:, :0]
+            full, last = seen[..., :0], ends[:, :0]
         if full is None or last is None:
             raise UserError("the simulator does not report its full state at the end; set critic_state: policy")
-        parts = [payload.states, payload.last_state, full, last, payload.actions, payload.rewards, payload.steps]
-        states, ends, whole, whole_ends, actions, rewards, steps = (part.numpy() for part in to_host(parts))
+        chosen = self.policy.chosen(payload.decisions)
+        parts = [seen, ends, full, last, payload.actions, payload.rewards, payload.steps, chosen]
+        states, ends, whole, whole_ends, actions, rewards, steps, noise = (part.numpy() for part in to_host(parts))
         flags = [part.tolist() for part in to_host([payload.failed, payload.terminated, payload.success])]
         found = []
         for row, (failed, terminated, success) in enumerate(zip(*flags, strict=True)):
@@ -382,9 +429,18 @@ class RobotSacRecipe(RobotRecipe):
                     instruction=spec.instruction,
                     terminated=terminated,
                     success=success,
+                    noise=noise[row, :count] if self.form.noise else None,
                 )
             )
         return found
+
+    def _last_look(self, rollouts: Rollouts, step: Step) -> Tensor:
+        """What the policy's head reads (B, V) at the end of each episode."""
+        payload = EpisodePayload.of(rollouts)
+        texts = tuple(payload.episodes[number].instruction for number in rollouts.host.group.tolist())
+        batch = PolicyInputs(payload.last_image, payload.last_state, texts, payload.last_views)
+        with torch.no_grad():
+            return self.policy.look(batch, make_generator(self.config.seed, "look", step.number))
 
     def draw(self, generator: torch.Generator) -> TransitionBatch:
         """A batch from the replay and, by the configured ratio, from prior data."""
@@ -433,7 +489,7 @@ class RobotSacRecipe(RobotRecipe):
         critics = config.sac.critics
         ensemble = QEnsemble(
             (self.form.full or self.form.state) + several,
-            self.form.chunk * self.form.action,
+            math.prod(self.form.judged),
             critics=critics.count,
             width=critics.width,
             layers=critics.layers,
@@ -473,7 +529,7 @@ class RobotSacRecipe(RobotRecipe):
         chosen = f"a subset of {sac.critics.subset}" if sac.critics.subset else "all"
         entropy = " - alpha log pi(a'|o')" if sac.entropy_in_target else ""
         lines = [
-            "robot_sac: critics minimise mean (Q(s, a) - y)^2",
+            f"{self.config.recipe}: critics minimise mean (Q(s, a) - y)^2",
             f"  y = R + {sac.gamma:g}^h (1 - d) (min Q'(s', a'){entropy}), h of {self.form.chunk} steps executed",
             f"  min over {chosen} of {sac.critics.count} critics",
             f"  actor minimises mean (alpha log pi(a|o) - {sac.actor_values} Q(s, a)), a ~ pi",

@@ -92,6 +92,8 @@ class SacSettings:
     """Share by which the target critics move to the critics after each update."""
     actor_every: int = bounded(1, at_least=1)
     """Number of updates of the critics for each one of the actor and the temperature; 20 in REDQ and RLPD."""
+    actor_after: int = bounded(0, at_least=0)
+    """Number of updates of the critics alone before the first one of the actor."""
     actor_values: str = choice("min", ACTOR_VALUES)
     """Value that the actor maximises: the minimum of all critics, as in SAC, or their mean, as in REDQ and RLPD."""
     entropy_in_target: bool = True
@@ -173,6 +175,12 @@ class SacLearner:
         """Number of updates of the critics."""
 
     @property
+    def actor_updates(self) -> int:
+        """Number of updates of the actor."""
+        every = self.settings.actor_every
+        return max(0, self.updates // every - self.settings.actor_after // every)
+
+    @property
     def alpha(self) -> float:
         """Weight of entropy."""
         return math.exp(float(self.log_alpha.detach()))
@@ -192,7 +200,7 @@ class SacLearner:
         """
         metrics = self._update_critics(batch, generator)
         self.updates += 1
-        if self.updates % self.settings.actor_every == 0:
+        if self.updates > self.settings.actor_after and self.updates % self.settings.actor_every == 0:
             metrics |= self._update_actor(batch, generator)
         return metrics
 

@@ -34,6 +34,13 @@ class TransitionForm:
     """K."""
     action: int
     """A."""
+    noise: tuple[int, int] | None = None
+    """Shape of the noise that critics judge instead of the actions, for a policy that chooses it; None without."""
+
+    @property
+    def judged(self) -> tuple[int, int]:
+        """Shape of what critics judge: (K, A), or that of the noise."""
+        return self.noise or (self.chunk, self.action)
 
     @property
     def dtype(self) -> np.dtype[np.void]:
@@ -41,7 +48,7 @@ class TransitionForm:
         sized = [("state", self.state), ("full", self.full)]
         seen = [(name, np.float32, (size,)) for name, size in sized]
         following = [(f"next_{name}", np.float32, (size,)) for name, size in sized]
-        chunk = [("actions", np.float32, (self.chunk, self.action)), ("rewards", np.float32, (self.chunk,))]
+        chunk = [("actions", np.float32, self.judged), ("rewards", np.float32, (self.chunk,))]
         # the reward before the chunk, for rewards that are differences of a potential
         numbers = [("before", np.float32), ("steps", np.int32), ("task", np.int32)]
         return np.dtype([*seen, *chunk, *following, *numbers, ("terminated", np.bool_), ("success", np.bool_)])
@@ -69,6 +76,8 @@ class Experience:
     """Whether the task ended the episode; False if a time limit cut it off."""
     success: bool
     """Whether the task was solved, at the last executed step."""
+    noise: NDArray[np.float32] | None = None
+    """(n, ...) of `TransitionForm.noise`; None without."""
 
     def records(self, form: TransitionForm) -> NDArray[np.void]:
         """(n,) records; raises ValueError where a part has another size."""
@@ -76,9 +85,11 @@ class Experience:
         found = np.zeros(count, form.dtype)
         found["state"], found["next_state"] = self.states[:-1], self.states[1:]
         found["full"], found["next_full"] = self.full[:-1], self.full[1:]
-        found["actions"], found["rewards"], found["steps"] = self.actions, self.rewards, self.steps
+        found["actions"] = self.actions if self.noise is None else self.noise
+        found["rewards"], found["steps"] = self.rewards, self.steps
         last = self.rewards[np.arange(count), self.steps - 1]
-        found["before"][1:] = last[:-1]
+        # nobody knows the reward before the first step; 0 would pay for being where episodes begin
+        found["before"][:1], found["before"][1:] = self.rewards[:1, 0], last[:-1]
         found["task"] = self.task
         found["terminated"][-1:] = self.terminated
         found["success"][-1:] = self.success

@@ -121,20 +121,32 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         # the kernel averages over the numbers of a chunk; multiplying by their count gives the sum
         self._count = config.chunk * config.action_size if config.logp_reduction == "sum" else 1
 
+    @property
+    def noise_shape(self) -> tuple[int, int]:
+        """Shape (K, D) of the noise of a row that `act` can start from."""
+        return self.chunk, self.action_size
+
     def act(
-        self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
+        self,
+        batch: PolicyInputs,
+        generator: torch.Generator,
+        temperature: float = 1.0,
+        greedy: bool = False,
+        start: Tensor | None = None,
     ) -> ActionChoice:
         """Choose a chunk of actions for each row.
 
         The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start,
-        the usual way to evaluate flow policies; its steps have no density, so the log-probabilities are NaN.
+        the usual way to evaluate flow policies; its steps have no density, so the log-probabilities are NaN. `start`
+        (B, K, D) replaces the random start.
         """
         check_temperature(temperature)
         size = (len(batch), self.chunk * self.action_size)
         with torch.no_grad():
             # encoded once; only the small velocity network runs in each step
             seen = self.encoder(batch).flatten(1)
-            chain = [self._noise(size, generator)]
+            drawn = self._noise(size, generator)
+            chain = [drawn if start is None else start.to(drawn).reshape(size)]
             logp = []
             for number in range(self.config.steps):
                 mean, std = self._transition(seen, chain[-1], number, ode=greedy)

@@ -12,7 +12,7 @@ from mmrl.hub.cards import CARD, card_text, fenced, plain, table
 from mmrl.runs.export import Exported
 from mmrl.runs.records import read_jsonl
 from robotics.policies.base.action_policy import ActionPolicy
-from robotics.sim.interface import RobotInterface
+from robotics.sim.interface import RobotInterface, read_sizes
 
 SIMULATED = "The policy was trained and evaluated only in simulation; it has not been run on a real robot."
 TABLETOP_ACTION = "dx, dy, dz, dyaw and gripper (above 0 closes), each in -1..1"
@@ -102,8 +102,7 @@ def _facts(config: Any, simulator: dict[str, Any]) -> dict[str, str]:
 
 def _acting(config: Any, policy: ActionPolicy, run_dir: Path) -> str:
     """Lines that choose a chunk of actions for black images and a state of zeros."""
-    settings = getattr(policy, "config", None)
-    settings = getattr(settings, "encoder", settings)
+    settings = read_sizes(policy)
     side = config.sim.image_size
     height, width = getattr(settings, "image_size", (side, side) if side else None) or (0, 0)
     state = getattr(settings, "state_size", None)

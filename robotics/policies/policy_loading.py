@@ -23,7 +23,7 @@ from robotics.policies.base.saved import make_config, read_config
 from robotics.policies.lerobot.lerobot_server import LeRobotServerConfig
 from robotics.policies.module import ModuleAdapter
 from robotics.sim.episodes import RobotSim, views_of
-from robotics.sim.interface import FACTS, interface_of, seen_part
+from robotics.sim.interface import FACTS, interface_of, read_sizes, seen_part
 
 LOGGER = logging.getLogger("mmrl")
 Options = TypeVar("Options")
@@ -33,6 +33,8 @@ OPTIONS = {
     "small": "robotics.policies.small:SmallVlaConfig",
     "gaussian": "robotics.policies.gaussian:GaussianPolicyConfig",
     "squashed": "robotics.policies.squashed:SquashedPolicyConfig",
+    "residual": "robotics.policies.improved:ResidualPolicyConfig",
+    "steered": "robotics.policies.improved:SteeredPolicyConfig",
     "flow": "robotics.policies.flow:FlowPolicyConfig",
     "vlm": "robotics.policies.vlm:VlmActionConfig",
     "lerobot": "robotics.policies.lerobot.gaussian:LeRobotPolicyConfig",
@@ -59,14 +61,14 @@ class ActionPolicyConfig:
     """Folder of a saved policy, or a run folder, e.g. of a cloning run (uses its best checkpoint). Default: a new
     policy."""
     kind: str = choice("small", lambda: OPTIONS, or_function=True)
-    """Kind of a new policy: small, gaussian, squashed (for robot_sac), flow, vlm, lerobot (a frozen LeRobot policy with
-    a learned correction), lerobot_flow (LeRobot's SmolVLA, pi0 or pi0.5 with a trainable action expert), openvla (an
-    OpenVLA-OFT folder, with action tokens or an action head), or module:function that returns an ActionPolicy or a
-    module with act and log_probs. With a path, only a custom function has an effect: it builds the module whose weights
-    are loaded."""
+    """Kind of a new policy: small, gaussian, squashed (for robot_sac), residual and steered (a frozen policy with a
+    head, for robot_residual and robot_dsrl), flow, vlm, lerobot (a frozen LeRobot policy with a learned correction),
+    lerobot_flow (LeRobot's SmolVLA, pi0 or pi0.5 with a trainable action expert), openvla (an OpenVLA-OFT folder, with
+    action tokens or an action head), or module:function that returns an ActionPolicy or a module with act and
+    log_probs. With a path, only a custom function has an effect: it builds the module whose weights are loaded."""
     chunk: int = bounded(8, at_least=1)
-    """K, control steps that a new policy predicts at once; for openvla, the number it was trained with. Saved policies
-    and LeRobot's keep their own."""
+    """K, control steps that a new policy predicts at once; for openvla, the number it was trained with. Saved policies,
+    LeRobot's and those with a frozen base keep their own."""
     options: dict[str, Any] = by_kind(
         lambda: {kind: _imported(spec) for kind, spec in OPTIONS.items()}, without=("action_size", "chunk")
     )
@@ -138,6 +140,22 @@ def _encoded(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPoli
     made = _options(policy_class.config_class, options, action_size=sim.action_size, chunk=config.chunk)
     policy: ActionPolicy = policy_class.build(made, sim.tasks().values(), seed)
     return policy
+
+
+def _improved(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
+    """A new head on a saved policy."""
+    policy_class = _imported(SAVED_POLICIES[config.kind])
+    sizes = {"image_size": None, "state_size": sim.state_size} | config.options.get("encoder", {})
+    options = {**config.options, "encoder": _options(EncoderConfig, sizes, "model.options.encoder")}
+    made = _options(policy_class.config_class, options, action_size=sim.action_size, chunk=config.chunk)
+    if not made.base:
+        raise UserError(
+            f"model.kind {config.kind} improves a saved policy; set model.options.base to its folder or its run"
+        )
+    base = open_policy(made.base)
+    check_fit(base, sim, config.accept_other)
+    improved: ActionPolicy = policy_class.improve(base, made, sim.state_size, sim.tasks().values(), seed)
+    return improved
 
 
 def _vlm(config: ActionPolicyConfig, sim: RobotSim, seed: int) -> ActionPolicy:
@@ -243,9 +261,7 @@ def check_fit(policy: ActionPolicy, sim: RobotSim, accept_other: Collection[str]
         raise UserError(
             f"the policy's actions have {policy.action_size} entries, but the simulator's have {sim.action_size}"
         )
-    config = getattr(policy, "config", None)
-    # policies with an encoder keep the sizes in it
-    sizes = getattr(config, "encoder", config)
+    sizes = read_sizes(policy)
     image_size, state_size = getattr(sizes, "image_size", None), getattr(sizes, "state_size", None)
     rendered = None if sim.image_size is None else tuple(sim.image_size)
     if image_size is not None and tuple(image_size) != rendered:
@@ -339,6 +355,8 @@ POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, int], ActionPolicy]]
     "small": _encoded,
     "gaussian": _encoded,
     "squashed": _encoded,
+    "residual": _improved,
+    "steered": _improved,
     "flow": _encoded,
     "vlm": _vlm,
     "lerobot": _lerobot,

@@ -64,6 +64,8 @@ class SquashedActionPolicy(GaussianActionPolicy):
 
     kind = "squashed"
     config_class = SquashedPolicyConfig
+    noise_chosen: tuple[int, int] | None = None
+    """Shape of the noise that critics judge instead of the executed actions; None if they judge actions."""
 
     def make_encoder(self) -> ObservationEncoder | StateEncoder:
         """A perceptron without images, else the observation encoder."""
@@ -82,6 +84,19 @@ class SquashedActionPolicy(GaussianActionPolicy):
             mean, log_std = self.gaussian(batch, temperature)
             before = mean if greedy else _drawn(mean, log_std, generator)
             return ActionChoice(before.tanh(), before, score_squashed(before, mean, log_std))
+
+    def look(self, batch: PolicyInputs, generator: torch.Generator) -> Tensor:
+        """What the head reads of observations, (B, V) float32: here the state."""
+        assert batch.state is not None
+        return batch.state
+
+    def looks(self, states: Tensor, decisions: Tensor) -> Tensor:
+        """What the head read (..., V) when it made decisions in states (..., S)."""
+        return states
+
+    def chosen(self, decisions: Tensor) -> Tensor:
+        """What critics judge of decisions, (..., K, D) in -1..1: here the actions."""
+        return decisions.tanh()
 
     def draw(self, batch: PolicyInputs, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Draw actions (B, K, D) by reparametrisation, and their log-densities (B, K).

@@ -166,10 +166,17 @@ def interface_of(sim: RobotSim) -> RobotInterface:
     )
 
 
+def read_sizes(policy: Any) -> Any:
+    """The part of a policy's configuration with the sizes of its observations; None if it has none."""
+    # a head reads what its frozen base makes of an observation
+    config = getattr(getattr(policy, "base", policy), "config", None)
+    # policies with an encoder keep the sizes in it
+    return getattr(config, "encoder", config)
+
+
 def seen_part(interface: RobotInterface, policy: Any) -> RobotInterface:
     """An interface without the parts that a policy does not read and that need not match."""
-    config = getattr(policy, "config", None)
-    sizes = getattr(config, "encoder", config)
+    sizes = read_sizes(policy)
     unread = {"state": "state_size", "cameras": "image_size"}
     gone = [name for name, size in unread.items() if hasattr(sizes, size) and getattr(sizes, size) is None]
     return replace(interface, **dict.fromkeys(gone))

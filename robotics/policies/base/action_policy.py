@@ -392,6 +392,8 @@ SAVED_POLICIES = {
     "small": "robotics.policies.small:SmallVlaPolicy",
     "gaussian": "robotics.policies.gaussian:GaussianActionPolicy",
     "squashed": "robotics.policies.squashed:SquashedActionPolicy",
+    "residual": "robotics.policies.improved:ResidualPolicy",
+    "steered": "robotics.policies.improved:SteeredPolicy",
     "flow": "robotics.policies.flow:FlowActionPolicy",
     "vlm": "robotics.policies.vlm:VlmActionPolicy",
     "lerobot": "robotics.policies.lerobot.gaussian:LeRobotPolicy",

@@ -426,6 +426,10 @@ class EncodedPolicy(nn.Module):
     def scale_states(self, statistics: StateStatistics) -> None:
         self.encoder.scale_states(statistics)
 
+    def features(self, batch: PolicyInputs) -> Tensor:
+        """The mean (B, W) of the encoder's outputs."""
+        return self.encoder(batch).mean(1)
+
     def save_pretrained(self, path: Path | str) -> None:
         folder = Path(path)
         write_config(folder, self.kind, self.config, self)

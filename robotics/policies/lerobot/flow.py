@@ -94,19 +94,32 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         # sigma_max is the second time of the grid, 1 - 1 / S
         self._kernel = FlowSdeStep(sigma_max=1 - 1 / self.decisions, noise_level=config.noise_level)
 
+    @property
+    def noise_shape(self) -> tuple[int, int]:
+        """Shape (K, M) of the noise of a row that `act` can start from; M includes lerobot's padding."""
+        return self.chunk, self.width
+
     def act(
-        self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
+        self,
+        batch: PolicyInputs,
+        generator: torch.Generator,
+        temperature: float = 1.0,
+        greedy: bool = False,
+        start: Tensor | None = None,
     ) -> ActionChoice:
         """Choose a chunk of actions for each row.
 
         The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start,
-        the usual way to evaluate flow policies; its steps have no density, so the log-probabilities are NaN.
+        the usual way to evaluate flow policies; its steps have no density, so the log-probabilities are NaN. `start`
+        (B, K, M) replaces the random start.
         """
         check_temperature(temperature)
         shape = (len(batch), self.decisions + 1, self.chunk, self.width)
         # All noise is drawn here, from the generators of the rows, and the steps are sent as a table: the process of
         # lerobot only evaluates velocities and adds, so it needs neither a generator nor the kernel.
         noise = draw_rows(torch.randn, shape, generator)
+        if start is not None:
+            noise[:, 0] = start.to(noise)
         table = _affine(OdeStep() if greedy else self._kernel, self._sigmas(), 0.0 if greedy else temperature)
         arrays = {"noise": noise.cpu().numpy(), "table": table.numpy()}
         with torch.no_grad():

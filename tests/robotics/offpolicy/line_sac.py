@@ -36,7 +36,7 @@ def episode(length, seed=0, form=FORM, terminated=False, last=None):
     )
 
 
-def sac_config(folder, **changes):
+def sac_config(folder, cls=RobotSacConfig, **changes):
     settings = {
         "recipe": "robot_sac",
         "output_dir": str(folder),
@@ -50,7 +50,7 @@ def sac_config(folder, **changes):
         "checkpoint": CheckpointConfig(keep=0),
         "tracking": TrackingConfig(quiet=True, tensorboard=False),
     }
-    config = RobotSacConfig(**(settings | changes))
+    config = cls(**(settings | changes))
     config.reward.potential = 1.0
     config.validate()
     return config

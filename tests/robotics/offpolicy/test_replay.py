@@ -48,7 +48,9 @@ def test_a_time_limit_is_stored_as_none_of_the_ends(tmp_path):
 
 def test_the_reward_before_a_chunk_is_that_of_the_last_executed_step(tmp_path):
     records = replay_of(tmp_path / "replay", episode(3), episode(2, seed=1)).index.records
-    assert records["before"].tolist() == [0, *records["rewards"][:2, 1], 0, records["rewards"][3, 1]]
+    rewards = records["rewards"]
+    # nobody knows the reward before an episode: as if it were that of the first step
+    assert records["before"].tolist() == [rewards[0, 0], *rewards[:2, 1], rewards[3, 0], rewards[3, 1]]
 
 
 def test_a_copy_continues_as_if_nothing_had_been_added_since(tmp_path):

@@ -144,6 +144,19 @@ def test_rewards_of_control_steps():
     assert paid(potential=1.0) == [[0.5, 2.0], [4.0, 5.0]]
 
 
+def test_the_first_step_of_an_episode_gains_nothing(tmp_path):
+    """With 0 as the reward before it, a critic that does not see the time values being where episodes begin."""
+    trainer, records = run(tmp_path / "run", steps=2)
+    gains = step_rewards(records, ChunkWeights(0.0, 0.0, 1.0))[:, 0]
+    starts = np.isclose(records["state"][:, 0], 0, atol=1e-7)
+    assert starts.sum() >= 4
+    assert (gains[starts] == 0).all()
+    # elsewhere, what the step moved towards the goal
+    assert 0 < np.abs(gains[~starts]).max() < 0.1
+    again = read_records(tmp_path / "run/replay/dataset", trainer.recipe.form)
+    assert np.array_equal(again["before"], records["before"])
+
+
 def test_it_learns_the_line(tmp_path):
     """One second of learning; the untrained policy solves none of the held-out layouts greedily."""
     config = sac_config(tmp_path, batch=64, warmup_steps=60)
