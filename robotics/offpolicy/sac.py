@@ -6,9 +6,9 @@ first `warmup_steps` control steps act uniformly at random, are learned from lat
 
 The reward of a control step is
 
-    r_t = w_s [t solved the task] + w_e R_t + w_p (R_t - R_{t-1}),
+    r_t = w_s [t solved the task] + w_e R_t + w_p (R_t - R_{t-1}),   R_{-1} = R_0,
 
-with R_t the environment's reward, and R_{-1} = R_0; `reward` has the weights. It is computed when a batch is drawn, as is the discount,
+with R_t the environment's reward; `reward` has the weights. It is computed when a batch is drawn, as is the discount,
 so that a resumed run may change both. A time limit is no end: the value of the final observation counts as always. The
 actions in the replay are those that were executed.
 
@@ -404,13 +404,13 @@ class RobotSacRecipe(RobotRecipe):
         assert payload.rewards is not None
         names = list(self.tasks)
         full, last = payload.full_states, payload.last_full_state
-        seen, ends = self.policy.looks(payload.states, payload.decisions), self._last_look(rollouts, step)
+        seen, last_seen = self.policy.looks(payload.states, payload.decisions), self._last_look(rollouts, step)
         if not self.form.full:
-            full, last = seen[..., :0], ends[:, :0]
+            full, last = seen[..., :0], last_seen[:, :0]
         if full is None or last is None:
             raise UserError("the simulator does not report its full state at the end; set critic_state: policy")
         chosen = self.policy.chosen(payload.decisions)
-        parts = [seen, ends, full, last, payload.actions, payload.rewards, payload.steps, chosen]
+        parts = [seen, last_seen, full, last, payload.actions, payload.rewards, payload.steps, chosen]
         states, ends, whole, whole_ends, actions, rewards, steps, noise = (part.numpy() for part in to_host(parts))
         flags = [part.tolist() for part in to_host([payload.failed, payload.terminated, payload.success])]
         found = []

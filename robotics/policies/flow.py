@@ -107,6 +107,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         self.chunk = config.chunk
         self.action_size = config.action_size
         self.decisions = config.steps
+        self.noise_shape = (config.chunk, config.action_size)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.encoder = ObservationEncoder(config.encoder, vocabulary, config.chunk)
@@ -120,11 +121,6 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         self._kernel = FlowSdeStep(sigma_max=1 - 1 / config.steps, noise_level=config.noise_level)
         # the kernel averages over the numbers of a chunk; multiplying by their count gives the sum
         self._count = config.chunk * config.action_size if config.logp_reduction == "sum" else 1
-
-    @property
-    def noise_shape(self) -> tuple[int, int]:
-        """Shape (K, D) of the noise of a row that `act` can start from."""
-        return self.chunk, self.action_size
 
     def act(
         self,

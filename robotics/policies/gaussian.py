@@ -95,7 +95,7 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
 
     kind = "gaussian"
     config_class = GaussianPolicyConfig
-    mixes = False
+    mixes: bool | None = False
 
     def __init__(self, config: GaussianPolicyConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
         super().__init__()

@@ -35,7 +35,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from robotics.policies.base.action_policy import ActionChoice, ActionPolicy, PolicyInputs, open_policy
 from robotics.policies.base.action_tokens import draw_rows
-from robotics.policies.base.encoder import VOCABULARY_FILE, EncoderConfig, StateEncoder, Vocabulary
+from robotics.policies.base.encoder import VOCABULARY_FILE, EncoderConfig, Vocabulary
 from robotics.policies.base.saved import build_fitting, make_config, read_config, read_units, read_weights
 from robotics.policies.squashed import SquashedActionPolicy, SquashedPolicyConfig, score_squashed
 
@@ -82,6 +82,8 @@ class ImprovedPolicy(SquashedActionPolicy):
     policy = ResidualPolicy.improve(base, ResidualPolicyConfig(1, 1, xi=0.2), state_size=10, instructions=["push"])
     """
 
+    base: ActionPolicy
+    """The frozen policy."""
     by_step = False
     mixes = None
     config_class: ClassVar[type[ImprovedConfig]]
@@ -165,7 +167,7 @@ class ImprovedPolicy(SquashedActionPolicy):
             logp = score_squashed(before, mean, log_std).sum(1, keepdim=True)
         return ActionChoice(actions, torch.cat([before.flatten(1), seen], 1), logp)
 
-    def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, None]:
+    def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, None]:  # type: ignore[override]
         """Score decisions of `act`; the base is not run, and the entropy has no closed form."""
         before, seen = self.split(decisions)
         mean, log_std = self.gaussian(self._read(seen, batch.instructions), temperature)
@@ -194,7 +196,8 @@ class ImprovedPolicy(SquashedActionPolicy):
         if batch.state is None:
             raise UserError(f"a policy of kind {self.kind} reads the state, but the observations have none")
         state = batch.state.float().to(self.device)
-        return [state, self.base.features(batch).float()] if self.config.features else [state]
+        encoded: Any = self.base
+        return [state, encoded.features(batch).float()] if self.config.features else [state]
 
     def _of_base(self, noise: Tensor) -> Tensor:
         """The u at which the policy is its base, given standard normal noise."""
@@ -243,8 +246,6 @@ class ImprovedPolicy(SquashedActionPolicy):
         policy = build_fitting(lambda: cls(config, words, base), entries, folder)
         policy.load_weights(path)
         return policy
-
-    base: ActionPolicy
 
 
 class ResidualPolicy(ImprovedPolicy):
@@ -302,7 +303,7 @@ class SteeredPolicy(ImprovedPolicy):
 
     @classmethod
     def _head_shape(cls, base: ActionPolicy, config: Any) -> tuple[int, int]:
-        if not hasattr(base, "noise_shape"):
+        if base.noise_shape is None:
             raise UserError(
                 f"a {type(base).__name__} does not start from noise, so it cannot be steered; choose a policy of kind "
                 "flow or lerobot_flow, or model.kind residual"
@@ -324,6 +325,6 @@ class SteeredPolicy(ImprovedPolicy):
         return (noise / self.config.bound).clamp(-inside, inside).atanh()
 
     def _execute(self, batch: PolicyInputs, seen: Tensor, chosen: Tensor, generator: torch.Generator) -> Tensor:
+        assert self.base.noise_shape is not None
         start = self.config.bound * chosen
-        rows = self.base.noise_shape[0]  # type: ignore[union-attr,operator]
-        return self._base_actions(batch, generator, start=start.expand(-1, rows, -1))
+        return self._base_actions(batch, generator, start=start.expand(-1, self.base.noise_shape[0], -1))

@@ -423,7 +423,10 @@ def test_broken_environments_do_not_count_as_failures_of_the_policy(tmp_path):
         ),
         ({"data": EpisodeSetConfig(layouts=0)}, "layouts is 0"),
         ({"data": EpisodeSetConfig(split="test")}, "split is 'test'; allowed: train, held_out, all"),
-        ({"model": ActionPolicyConfig(kind="huge")}, "model.kind is 'huge'; allowed: small, gaussian, squashed, flow"),
+        (
+            {"model": ActionPolicyConfig(kind="huge")},
+            "model.kind is 'huge'; allowed: small, gaussian, squashed",
+        ),
         ({"sim": SimConfig(kind="isaac")}, "sim.kind is 'isaac'; allowed: tabletop, gymnasium, libero, metaworld"),
         ({"sim": SimConfig(kind="gymnasium")}, "sim.env is ''"),
     ],

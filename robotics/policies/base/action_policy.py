@@ -163,6 +163,8 @@ class ActionPolicy(nn.Module, ABC):
     `distributions(batch, temperature)` and `divergence_from(batch, others, beta, temperature)`, the exact divergence
     (B, T) from another policy of the same kind: KL(others || own) for beta 0, KL(own || others) for beta 1. True if the
     betas in between (Jensen-Shannon divergences) are exact too."""
+    noise_shape: tuple[int, int] | None = None
+    """Shape of the noise of a row that `act` can start from, given as `start` (B, N, M); None without such noise."""
     statistics: ActionStatistics | None = None
     """Statistics that normalised the demonstrated actions; saved with the policy, applied outside it."""
 

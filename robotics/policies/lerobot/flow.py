@@ -84,6 +84,8 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         super().__init__(config, "make_flow")
         self.width = self._server.hello["width"]
         self.decisions = config.steps or self._server.hello["steps"]
+        # with lerobot's padding
+        self.noise_shape = (self.chunk, self.width)
         initial = self._server.ask({"do": "initial"})
         self._names = tuple(initial)
         # torch does not allow dots in parameter names
@@ -93,11 +95,6 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         self._remote = _RemoteWeights(self._server, weights)
         # sigma_max is the second time of the grid, 1 - 1 / S
         self._kernel = FlowSdeStep(sigma_max=1 - 1 / self.decisions, noise_level=config.noise_level)
-
-    @property
-    def noise_shape(self) -> tuple[int, int]:
-        """Shape (K, M) of the noise of a row that `act` can start from; M includes lerobot's padding."""
-        return self.chunk, self.width
 
     def act(
         self,
