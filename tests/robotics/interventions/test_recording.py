@@ -9,7 +9,7 @@ from mmrl.errors import UserError
 from robotics.data import EpisodeWriter, LeRobotReader, robot_features
 from robotics.episodes.collect import ActingSettings
 from robotics.interventions.devices import TAKE_OVER, DeviceInput
-from robotics.interventions.overseers import Person
+from robotics.interventions.overseers import Person, Verdict
 from robotics.interventions.record import JOURNAL_PATH, LINES_PATH, InterventionRecord, read_attempts
 from robotics.interventions.watched import WatchedEpisode, run_watched
 from robotics.sim.episodes import EpisodeSpec
@@ -41,7 +41,6 @@ def session(folder, device, episodes=1, die_at=None, camera=()):
     """Record episodes as a live session does; with `die_at`, the process ends before that control step is executed."""
     sim, person = ExpertLine(), Person(device)
     with InterventionRecord(folder, sim, camera) as record:
-        person.recalled.extend(step.given for step in record.unfinished)
         while len(record.attempts) < episodes:
             recalled, record.unfinished = record.unfinished, []
 
@@ -89,7 +88,8 @@ def test_an_interrupted_and_continued_recording_gives_the_same_dataset(tmp_path,
     with pytest.raises(PowerCutError):
         session(tmp_path / "cut", device, die_at=die_at)
     assert (tmp_path / "cut" / JOURNAL_PATH).exists()
-    # the person goes on where the session ended: with the inputs that it has not read
+    # the person goes on where the session ended: with the inputs that it has not read, after those between the sessions
+    device.inputs.insert(0, pressed(TAKE_OVER))
     session(tmp_path / "cut", device)
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
     assert not (tmp_path / "cut" / JOURNAL_PATH).exists()
@@ -101,6 +101,7 @@ def test_a_recording_goes_on_after_its_finished_episodes(tmp_path):
     session(tmp_path / "cut", device, episodes=1)
     with pytest.raises(PowerCutError):
         session(tmp_path / "cut", device, episodes=3, die_at=3)
+    device.inputs.insert(0, IDLE)
     assert [line["attempt"] for line in read_attempts(tmp_path / "cut")] == [0]
     session(tmp_path / "cut", device, episodes=3)
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
@@ -121,7 +122,7 @@ def test_a_line_whose_episode_was_not_written_is_forgotten(tmp_path):
 def test_a_journal_of_a_finished_episode_is_dropped(tmp_path):
     folder = tmp_path / "data"
     session(folder, FakeDevice(INPUTS))
-    (folder / JOURNAL_PATH).write_text('{"attempt": 0}\n{"action": [1.0], "by_person": false, "given": null}\n')
+    (folder / JOURNAL_PATH).write_text('{"attempt": 0}\n{"actions": [[1.0]], "acts": [false], "presses": []}\n')
     with InterventionRecord(folder, ExpertLine()) as record:
         assert record.unfinished == []
     assert not (folder / JOURNAL_PATH).exists()
@@ -129,7 +130,7 @@ def test_a_journal_of_a_finished_episode_is_dropped(tmp_path):
 
 def test_an_attempt_whose_environment_failed_is_counted_and_has_no_episode(tmp_path):
     with InterventionRecord(tmp_path / "data", ExpertLine()) as record:
-        record.add(WatchedEpisode(RIGHT, failed=True, reason="it broke"))
+        record.add(WatchedEpisode(episode=RIGHT, failed=True, reason="it broke"))
     lines = read_attempts(tmp_path / "data")
     assert [(line["episode_index"], line["reason"]) for line in lines] == [(None, "it broke")]
     assert len(LeRobotReader(tmp_path / "data")) == 0
@@ -150,6 +151,6 @@ def test_floats_of_the_journal_are_exact(tmp_path):
     session(tmp_path / "data", FakeDevice([pressed(TAKE_OVER, x=1 / 3)] + [pressed(x=1 / 7)] * 20), episodes=0)
     with InterventionRecord(tmp_path / "data", ExpertLine()) as record:
         action = np.array([1 / 3], np.float32)
-        record.note(type("Step", (), {"action": action, "by_person": True, "given": None})())
+        record.note(Verdict(action[None], np.array([True])))
         written = json.loads((tmp_path / "data" / JOURNAL_PATH).read_text().splitlines()[1])
-        assert np.float32(written["action"][0]) == action[0]
+        assert np.float32(written["actions"][0][0]) == action[0]

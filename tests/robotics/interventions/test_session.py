@@ -57,7 +57,6 @@ class Clock:
 def paced(works, hz=10.0):
     clock = Clock()
     pacer, starts = Pacer(hz, clock, clock.sleep), []
-    pacer.restart()
     for work in works:
         pacer.wait()
         starts.append(clock.now)
@@ -139,7 +138,7 @@ def test_a_person_quits_and_goes_on_and_may_begin_again(config, tmp_path, monkey
     assert said == ["stopped after 0 episodes; run the command again to continue"]
     assert len((folder / JOURNAL_PATH).read_text().splitlines()) == 1 + 2
     # goes on in control, where it stopped; the second episode is begun again once
-    device.inputs = [pressed(x=0.4)] + [IDLE] * 20 + [pressed(TAKE_OVER, REDO)]
+    device.inputs = [IDLE, pressed(x=0.4)] + [IDLE] * 20 + [pressed(TAKE_OVER, REDO)]
     assert record(file, said) == 6
     first = LeRobotReader(folder).episode(0)
     np.testing.assert_allclose(first.action[1:3, 0], [0.5, 0.4], rtol=1e-6)
@@ -180,8 +179,8 @@ def test_the_learner_learns_meanwhile_and_both_go_on_after_a_stop(config, tmp_pa
     command = ["robot", "intervene", str(file), "model.accept_other=[control_hz]"]
     whole, done = session._Session._episode, []
 
-    def interrupted(self):
-        episode = whole(self)
+    def interrupted(self, pacer):
+        episode = whole(self, pacer)
         done.append(self._weights)
         if len(done) == 3:
             raise KeyboardInterrupt
