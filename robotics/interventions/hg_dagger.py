@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 import shutil
 import time
 from collections.abc import Sequence
@@ -36,7 +35,7 @@ from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, rare
-from mmrl.files import expanded, read_json_object, replaced, write_atomically
+from mmrl.files import expanded, replaced
 from mmrl.runs.fingerprint import content_digest
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import Step
@@ -331,21 +330,15 @@ def round_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def publish(policy: ActionPolicy, run_dir: Path, step: int) -> None:
     """Write the weights for the process that acts; the newest two are kept, as the older one may be being read."""
-    folder = run_dir / ACTOR
-    with replaced(folder / f"step-{step:06d}") as draft:
+    with replaced(run_dir / ACTOR / f"step-{step:06d}") as draft:
         policy.save_pretrained(draft)
-    write_atomically(folder / "latest.json", f'{{"step": {step}, "process": {os.getpid()}}}')
-    for old in sorted(path for path in folder.glob("step-*") if int(path.name[5:]) < step)[:-1]:
+    for _, old in published(run_dir)[:-2]:
         shutil.rmtree(old)
 
 
-def published(run_dir: Path) -> tuple[int, int, Path] | None:
-    """Trainer step and process of the newest published weights, and their folder; None if there are none."""
-    path = run_dir / ACTOR / "latest.json"
-    if not path.is_file():
-        return None
-    found = read_json_object(path)
-    return int(found["step"]), int(found["process"]), run_dir / ACTOR / f"step-{int(found['step']):06d}"
+def published(run_dir: Path) -> list[tuple[int, Path]]:
+    """Trainer steps of the published weights, and their folders; the newest last."""
+    return sorted((int(path.name.removeprefix("step-")), path) for path in (run_dir / ACTOR).glob("step-*"))
 
 
 def _read_episodes(folder: Path, numbers: Sequence[int], tries: int = TRIES) -> list[EpisodeData]:

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import functools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -31,7 +32,7 @@ from mmrl.files import last_line, output_folder
 from mmrl.runs.folder import has_begun
 from robotics.episodes.payload import episode_id, list_episodes
 from robotics.interventions.devices import QUIT, REDO, Device
-from robotics.interventions.hg_dagger import HgDaggerConfig, published
+from robotics.interventions.hg_dagger import ACTOR, HgDaggerConfig, published
 from robotics.interventions.overseers import Overseer, Person, open_overseer
 from robotics.interventions.pacing import ControlRate, Pacer
 from robotics.interventions.record import InterventionRecord
@@ -92,6 +93,8 @@ def _learner(path: Path, overrides: Sequence[str], config: HgDaggerConfig) -> It
     threads = [] if config.trainer.threads else ["trainer.threads=1"]
     words = ["train", str(path), *overrides, *threads, *(["--resume"] if has_begun(run_dir) else [])]
     run_dir.mkdir(parents=True, exist_ok=True)
+    # of an earlier learner, which the episodes must not begin with
+    shutil.rmtree(run_dir / ACTOR, ignore_errors=True)
     with (run_dir / LOG).open("ab") as log:
         process = subprocess.Popen(
             [sys.executable, "-m", "mmrl.cli", *words],
@@ -171,6 +174,7 @@ class _Session:
         if self._learner is not None:
             self._say("all episodes are recorded; waiting for the learner")
             self._learner.wait()
+            # raises an error if it has failed
             self._load_weights()
 
     def _episode(self, pacer: Pacer) -> WatchedEpisode:
@@ -203,14 +207,13 @@ class _Session:
                     "episodes are kept: run the command again to continue"
                 )
             # before its first round, the learner clones the demonstrations; one that ends had nothing left to do
-            own = found and found[1] == self._learner.pid and found[0] >= self._config.interventions.first
-            if own or code == 0 or not first:
+            if (found and found[-1][0] >= self._config.interventions.first) or code == 0 or not first:
                 break
             time.sleep(POLL_S)
-        if found is not None and found[0] != self._weights:
-            self._policy.load_weights(found[2])
+        if found and found[-1][0] != self._weights:
+            self._weights, folder = found[-1]
+            self._policy.load_weights(folder)
             self._policy.eval()
-            self._weights = found[0]
 
 
 def _line(number: int, episode: WatchedEpisode, rate: ControlRate | None, weights: int | None) -> str:

@@ -118,6 +118,8 @@ def _batches(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> list[Sequence[Ep
 def experts_of(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> Chooser:
     """Function that returns the experts' actions (L, A) of the live rows of some episodes."""
     known: Any = sim
+    if hasattr(known, "expert_actions"):
+        return known.expert_actions  # type: ignore[no-any-return]
     if hasattr(known, "full_state"):
         from robotics.scenes.experts import Expert
 
@@ -125,8 +127,6 @@ def experts_of(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> Chooser:
         return lambda: np.stack(
             [experts[episodes[row].task].act(state) for row, state in zip(sim.live, known.full_state(), strict=True)]
         )
-    if hasattr(known, "expert_actions"):
-        return known.expert_actions  # type: ignore[no-any-return]
     raise UserError(
         f"{type(sim).__name__} has no scripted experts; with sim.kind gymnasium set sim.options.adapter.expert"
     )

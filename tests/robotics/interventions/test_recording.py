@@ -9,9 +9,10 @@ from mmrl.errors import UserError
 from robotics.data import EpisodeWriter, LeRobotReader, robot_features
 from robotics.episodes.collect import ActingSettings
 from robotics.interventions.devices import TAKE_OVER, DeviceInput
-from robotics.interventions.overseers import Person, Verdict
+from robotics.interventions.overseers import OverseerConfig, Person, ScriptedOverseer, Verdict
 from robotics.interventions.record import JOURNAL_PATH, LINES_PATH, InterventionRecord, read_attempts
 from robotics.interventions.watched import WatchedEpisode, run_watched
+from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.interventions.scripted import AlwaysPolicy, ExpertLine, FakeDevice, pressed
 
@@ -69,6 +70,8 @@ def test_the_dataset_has_lerobots_columns_and_each_steps_owner(tmp_path):
     assert features["intervention"] == {"dtype": "bool", "shape": [1], "names": None}
     assert features["complementary_info.is_intervention"]["dtype"] == "float32"
     assert reader.fps == ExpertLine.control_hz
+    # the line does not report its full state
+    assert "observation.environment_state" not in features
     episode = reader.episode(0)
     owner = [False, True, True, True] + [False] * (len(episode) - 4)
     assert episode.extra["intervention"].ravel().tolist() == owner
@@ -79,6 +82,47 @@ def test_the_dataset_has_lerobots_columns_and_each_steps_owner(tmp_path):
     gaps = np.abs(np.diff(episode.state[1:], axis=1)).ravel()
     np.testing.assert_allclose(episode.extra["next.reward"].ravel()[:-1], 1 / (1 + gaps), rtol=1e-5)
     assert episode.images["front"].shape == (len(episode), 32, 32, 3)
+
+
+class FullLine(ExpertLine):
+    """The line, whose full state also has the number of control steps."""
+
+    full_state_size = 3
+
+    def full_state(self):
+        parts = (self.place[self.live], self.goal[self.live], self.elapsed[self.live])
+        return np.stack(parts, 1).astype(np.float32)
+
+
+def test_the_full_state_before_each_action_is_recorded(tmp_path):
+    specs = [EpisodeSpec("right", "go right", layout) for layout in range(4)]
+    sim, overseer = FullLine(), ScriptedOverseer(OverseerConfig(flip=0.0))
+    with InterventionRecord(tmp_path / "data", sim) as record:
+        for episode in run_watched(AlwaysPolicy(0.9), sim, specs, overseer, ActingSettings(), range(4)):
+            record.add(episode)
+    lengths = set()
+    for episode in LeRobotReader(tmp_path / "data"):
+        full = episode.extra["observation.environment_state"]
+        np.testing.assert_array_equal(full[:, :2], episode.state)
+        np.testing.assert_array_equal(full[:, 2], np.arange(len(episode)))
+        lengths.add(len(episode))
+    # rows that end earlier do not shift the others
+    assert len(lengths) > 1
+
+
+def test_the_full_state_of_the_tabletop_is_the_one_in_which_the_policy_acted(tmp_path):
+    spec, settings = EpisodeSpec("push", "push it", 0), BatchSettings(state="proprio", image_size=None, horizon=8)
+    with TabletopBatch(["push"], settings=settings, workers=1) as sim:
+        overseer, policy = ScriptedOverseer(OverseerConfig(flip=0.0)), AlwaysPolicy(-1.0, 1.0, 1.0, -1.0, -1.0)
+        with InterventionRecord(tmp_path / "data", sim) as record:
+            record.add(run_watched(policy, sim, [spec], overseer, ActingSettings(), [0])[0])
+        episode = LeRobotReader(tmp_path / "data").episode(0)
+        assert episode.state.shape == (8, 10)
+        assert 0 < episode.extra["intervention"].sum() < 8
+        sim.reset([spec])
+        for action, full in zip(episode.action, episode.extra["observation.environment_state"], strict=True):
+            np.testing.assert_array_equal(sim.full_state()[0], full)
+            sim.step_chunk(action[None, None])
 
 
 @pytest.mark.parametrize("die_at", [0, 1, 2, 4, 6])

@@ -16,7 +16,9 @@ from robotics.interventions.pacing import Pacer
 from robotics.interventions.record import JOURNAL_PATH, read_attempts
 from robotics.policies.base.encoder import EncoderConfig
 from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
-from tests.robotics.interventions.scripted import LINE, FakeDevice, pressed
+from robotics.scenes.batch import BatchSettings, TabletopBatch
+from robotics.sim.episodes import EpisodeSpec
+from tests.robotics.interventions.scripted import LINE, ExpertLine, FakeDevice, pressed
 from tests.robotics.line_demos import BLIND, demonstrate
 
 pytest.importorskip("pyarrow", reason="needs pip install 'mmrl-suite[vla]'")
@@ -146,6 +148,24 @@ def test_a_person_quits_and_goes_on_and_may_begin_again(config, tmp_path, monkey
     assert "the episode was discarded and begins again" in said
     assert device.closed
     assert any("YOU" in text for text in device.shown)
+
+
+def test_a_person_sees_the_table_in_more_pixels_than_the_policy(backend):
+    settings, device = BatchSettings(image_size=(16, 16), horizon=3), FakeDevice()
+    with TabletopBatch(["push", "drawer"], settings=settings, workers=1, backend=backend) as sim:
+        show = session._shown_on(device, sim)
+        for task in ("push", "drawer"):
+            show(sim.reset([EpisodeSpec(task, task, 0)]).observation, "look")
+    push, drawer = device.pictures
+    assert push.shape == drawer.shape == (session.PICTURE, session.PICTURE, 3)
+    assert (push != drawer).any()
+
+
+def test_the_policys_image_is_shown_if_there_is_no_table():
+    sim, device = ExpertLine(), FakeDevice()
+    observation = sim.reset([EpisodeSpec("right", "go right", 0)]).observation
+    session._shown_on(device, sim)(observation, "look")
+    np.testing.assert_array_equal(device.pictures[0], observation.images[0])
 
 
 def test_wrong_configurations_are_refused_before_anything_starts(config, tmp_path):
