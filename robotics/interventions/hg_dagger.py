@@ -243,7 +243,9 @@ class HgDaggerRecipe(CloneRecipe):
         wanted = config.attempts_before(step.number)
         begins = wanted > len(self.demonstrations.attempts)
         if self._published is None or (begins and self._published != step.number):
-            self._publish(step.number)
+            if PartialState().is_main_process:
+                publish(self.policy, Path(config.output_dir), step.number)
+            self._published = step.number
         return not begins or len(read_attempts(self.demonstrations.folder)) >= wanted
 
     def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
@@ -261,12 +263,6 @@ class HgDaggerRecipe(CloneRecipe):
         self._rows = (step.number + 1) * self.config.trainer.tasks_per_step  # of all processes
         return self.batch(policy, [known[seed % len(known)] for seed in drawn], streams, step)
 
-    def on_step_end(self, step: Step, metrics: Any) -> None:
-        """Give a live session the last weights too."""
-        super().on_step_end(step, metrics)
-        if self.config.interventions.live and step.number + 1 == step.total:
-            self._publish(step.total)
-
     def describe(self) -> str:
         """Name of the loss."""
         kind, known = self.config.interventions.overseer.kind, self.demonstrations
@@ -277,11 +273,6 @@ class HgDaggerRecipe(CloneRecipe):
         """Size of the dataset, and the interventions of the last round."""
         found = super().step_metrics(rollouts) | {"data/person_steps": float(self.demonstrations.person_steps)}
         return found | {"data/epoch": self._rows / self.demonstrations.num_transitions} | self._round
-
-    def _publish(self, step: int) -> None:
-        if PartialState().is_main_process:
-            publish(self.policy, Path(self.config.output_dir), step)
-        self._published = step
 
     def _collect(self, policy: ActionPolicy, wanted: int) -> None:
         """Run the attempts that the dataset lacks, as many at once as the simulator can."""

@@ -60,12 +60,12 @@ class _Plans:
         self._policy, self._episodes, self._settings = policy, episodes, settings
         self._scale = action_scale(policy, settings)
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self._left: list[NDArray[np.float32]] = [np.zeros((0, policy.action_size), np.float32) for _ in episodes]
+        self._left: list[list[NDArray[np.float32]]] = [[] for _ in episodes]
 
     def proposed(self, observation: RobotObservation) -> NDArray[np.float32]:
-        """(L, A) actions of this control step."""
+        """(L, A) actions of this control step, which are taken from the plans."""
         rows = observation.rows.tolist()
-        new = [row for row in rows if not len(self._left[row])]
+        new = [row for row in rows if not self._left[row]]
         if new:
             inputs = inputs_of(observation.of(new), self._episodes, self._policy.device)
             draws = RowGenerators([self._generators[row] for row in new])
@@ -73,13 +73,13 @@ class _Plans:
                 choice = self._policy.act(inputs, draws, temperature=self._settings.temperature, greedy=True)
             actions = sim_actions(choice.actions.float().cpu().numpy(), self._scale).clip(-1, 1)
             for row, chunk in zip(new, actions, strict=True):
-                self._left[row] = chunk[: self._settings.n_action_steps or None]
-        return np.stack([self._left[row][0] for row in rows])
+                self._left[row] = list(chunk[: self._settings.n_action_steps or None])
+        return np.stack([self._left[row].pop(0) for row in rows])
 
-    def advance(self, rows: NDArray[np.int64], acts: NDArray[np.bool_]) -> None:
-        """Go to the next control step; what was planned before an intervention does not continue after it."""
-        for row, taken in zip(rows, acts, strict=True):
-            self._left[row] = self._left[row][:0] if taken else self._left[row][1:]
+    def drop(self, rows: NDArray[np.int64]) -> None:
+        """Forget what was planned before an intervention, as it does not continue after it."""
+        for row in rows:
+            self._left[row] = []
 
 
 def run_watched(
@@ -137,7 +137,7 @@ def run_watched(
             note(executed)
         result = sim.step_chunk(executed.actions[:, None])
         _keep(seen, observation, full_state, executed, result)
-        plans.advance(result.rows, executed.acts)
+        plans.drop(result.rows[executed.acts])
         if show is not None:
             show(result.observation, _status(seen[0]))
         if SUCCESS in executed.presses or FAILURE in executed.presses:
