@@ -137,6 +137,26 @@ def test_an_episode_without_interventions_adds_nothing(demos):
     assert (data.num_transitions, len(data.actions), data.person_steps) == (*before, 0)
 
 
+def test_episodes_that_move_while_they_are_read_are_added_once(finished, demos, monkeypatch):
+    given = load_demonstrations(DemonstrationConfig(path=str(demos), camera=""))
+    data, read, asked = (
+        AggregatedDemonstrations(**vars(given), folder=finished / "interventions"),
+        LeRobotReader.episode,
+        [],
+    )
+
+    def episode(self, number):
+        asked.append(number)
+        if len(asked) == 3:
+            raise UserError("joined meanwhile")
+        return read(self, number)
+
+    monkeypatch.setattr(LeRobotReader, "episode", episode)
+    assert len(data.take(6)) == 6
+    assert asked == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert data.person_steps == metrics(finished)[-1]["data/person_steps"]
+
+
 def test_rounds_begin_after_the_first_steps(tmp_path, demos):
     config = dagger(
         tmp_path / "run", demos, interventions={"first": 2, "every": 3, "episodes": 5}, trainer={"steps": 9}

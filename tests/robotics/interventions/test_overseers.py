@@ -120,6 +120,13 @@ def test_a_recalled_step_is_executed_even_if_the_policy_would_do_something_else(
     np.testing.assert_allclose(np.array(episode.actions[:2])[:, 0], [0.5, -0.1], rtol=1e-6)
 
 
+def test_a_recalled_press_still_ends_the_episode():
+    noted = []
+    whole, _ = watch([IDLE, pressed(SUCCESS)], note=noted.append)
+    again, _ = watch([], recalled=noted)
+    assert (len(again), again.success) == (len(whole), True) == (2, True)
+
+
 # ---- axes ----
 
 

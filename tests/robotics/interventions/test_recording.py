@@ -172,6 +172,18 @@ def test_a_journal_of_a_finished_episode_is_dropped(tmp_path):
     assert not (folder / JOURNAL_PATH).exists()
 
 
+def test_a_torn_line_of_the_journal_does_not_spoil_the_next_one(tmp_path):
+    steps = [Verdict(np.array([[move]], np.float32), np.array([True])) for move in (0.25, 0.5)]
+    with InterventionRecord(tmp_path / "data", ExpertLine()) as record:
+        record.note(steps[0])
+    with (tmp_path / "data" / JOURNAL_PATH).open("a") as journal:
+        journal.write('{"actions": [[0.3')
+    with InterventionRecord(tmp_path / "data", ExpertLine()) as record:
+        record.note(steps[1])
+    with InterventionRecord(tmp_path / "data", ExpertLine()) as record:
+        assert [step.actions.item() for step in record.unfinished] == [0.25, 0.5]
+
+
 def test_an_attempt_whose_environment_failed_is_counted_and_has_no_episode(tmp_path):
     with InterventionRecord(tmp_path / "data", ExpertLine()) as record:
         record.add(WatchedEpisode(episode=RIGHT, failed=True, reason="it broke"))
