@@ -55,6 +55,11 @@ class DemonstrationConfig(BuiltPath):
     unscaled: list[int] = field(default_factory=list)
     """Action entries that `acting.scale: bounds_q99` does not scale, such as the gripper; -1 is the last one."""
 
+    @property
+    def cameras(self) -> list[str]:
+        """Cameras that the policy sees, the one of its images first; empty without images."""
+        return [self.camera, *self.views] if self.camera else []
+
     def validate(self) -> None:
         """Reject an empty path, and views that are not additional cameras; raises ValueError."""
         if not self.path:
@@ -108,13 +113,12 @@ class Demonstrations:
         Raises:
             UserError: both differ in something else, or the units of the actions are unknown or wrong.
         """
-        used = [config.camera, *config.views] if config.camera else []
         found = self.actions[0].shape[1]
         if found != sim.action_size:
             raise UserError(
                 f"the actions of {config.path} have {found} entries, but the simulator's have {sim.action_size}"
             )
-        check_dataset(config.path, self.info, used, sim, accept_other)
+        check_dataset(config.path, self.info, config.cameras, sim, accept_other)
         actions = in_simulator_units(config.path, self.info, self.actions, config.units, sim)
         return dataclasses.replace(self, actions=actions)
 

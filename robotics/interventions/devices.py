@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 AXES = ("x", "y", "z", "roll", "pitch", "yaw")
 """Axes of a device, each in -1..1, in the robot's base frame: x forward, y left, z up."""
 TAKE_OVER, GRIPPER, SUCCESS, FAILURE, REDO, QUIT = "take_over", "gripper", "success", "failure", "redo", "quit"
-PRESSES = (TAKE_OVER, GRIPPER, SUCCESS, FAILURE, REDO, QUIT)
 """take_over: take control, or hand it back; gripper: close it, or open it; success, failure: end the episode so;
 redo: discard the episode and run it again; quit: stop before this control step, to be continued later."""
 DEAD_ZONE = 0.12
@@ -39,7 +38,7 @@ class DeviceInput:
     axes: Mapping[str, float] = field(default_factory=dict)
     """Position of each of `AXES` in -1..1; 0 where missing."""
     presses: tuple[str, ...] = ()
-    """Presses that began, in their order, from `PRESSES`."""
+    """Presses that began, in their order, such as `TAKE_OVER`."""
 
 
 class Device(Protocol):
@@ -58,8 +57,8 @@ class Device(Protocol):
         ...
 
 
-class Window:
-    """A pygame window: the scene with a line of text, and the source of keyboard events.
+class WindowDevice:
+    """A pygame window with the scene and a line of text, which must have the focus; it takes the events of a device.
 
     Args:
         size: (width, height) in pixels of the scene.
@@ -75,7 +74,7 @@ class Window:
         try:
             self._surface = self.pygame.display.set_mode((size[0], size[1] + TEXT_HEIGHT))
         except self.pygame.error as error:
-            self.pygame.quit()
+            self.close()
             raise UserError(
                 f"no window can be opened ({error}); run this on a machine with a display, or use a SpaceMouse or a "
                 "scripted overseer"
@@ -83,6 +82,19 @@ class Window:
         self.pygame.display.set_caption("mmrl robot intervene")
         self._font = self.pygame.font.Font(None, 20)
         self._size = size
+        self._axes = dict.fromkeys(AXES, 0.0)
+
+    def poll(self) -> DeviceInput:
+        """Read the events; closing the window means quit."""
+        presses = []
+        for event in self.pygame.event.get():
+            press = QUIT if event.type == self.pygame.QUIT else self._read(event)
+            presses += [press] if press else []
+        return DeviceInput(dict(self._axes), tuple(presses))
+
+    def _read(self, event: Any) -> str | None:
+        """Follow the axes, and return the press that an event is."""
+        raise NotImplementedError
 
     def show(self, image: NDArray[np.uint8] | None, text: str) -> None:
         """Draw an image (H, W, 3), scaled to the window, and a line of text below it."""
@@ -100,103 +112,70 @@ class Window:
         self.pygame.quit()
 
 
-class KeyboardDevice:
-    """Keys of a pygame window, which must have the focus; `KEYS` lists them."""
+class KeyboardDevice(WindowDevice):
+    """Keys of a window; `MOTION_KEYS` and `PRESS_KEYS` list them."""
 
-    def __init__(self, window: Window | None = None) -> None:
-        self.window = window or Window()
+    def __init__(self, size: tuple[int, int] = (512, 512)) -> None:
+        super().__init__(size)
         self._held: set[str] = set()
 
-    def poll(self) -> DeviceInput:
-        """Read the keys; leaving the window releases all of them, closing it means quit."""
-        pygame, presses = self.window.pygame, []
-        for event in pygame.event.get():
-            if event.type == pygame.KEYDOWN:
-                name = pygame.key.name(event.key)
-                if name in MOTION_KEYS:
-                    self._held.add(name)
-                # a held key may send KEYDOWN again where the system repeats keys
-                elif name in PRESS_KEYS and not getattr(event, "repeat", False):
-                    presses.append(PRESS_KEYS[name])
-            elif event.type == pygame.KEYUP:
-                self._held.discard(pygame.key.name(event.key))
-            elif event.type == pygame.WINDOWFOCUSLOST:
-                # the window does not see these keys going up
-                self._held.clear()
-            elif event.type == pygame.QUIT:
-                presses.append(QUIT)
-        axes = dict.fromkeys(AXES, 0.0)
-        for name in self._held:
-            axis, side = MOTION_KEYS[name]
-            axes[axis] += side
-        return DeviceInput(axes, tuple(presses))
-
-    def show(self, image: NDArray[np.uint8] | None, text: str) -> None:
-        """Show the scene in the window."""
-        self.window.show(image, text)
-
-    def close(self) -> None:
-        """Close the window."""
-        self.window.close()
+    def _read(self, event: Any) -> str | None:
+        pygame, press = self.pygame, None
+        if event.type == pygame.KEYDOWN:
+            name = pygame.key.name(event.key)
+            self._held.add(name)
+            # a held key may send KEYDOWN again where the system repeats keys
+            press = None if getattr(event, "repeat", False) else PRESS_KEYS.get(name)
+        elif event.type == pygame.KEYUP:
+            self._held.discard(pygame.key.name(event.key))
+        elif event.type == pygame.WINDOWFOCUSLOST:
+            # the window does not see these keys going up
+            self._held.clear()
+        self._axes = {
+            axis: float((up in self._held) - (down in self._held)) for axis, (up, down) in MOTION_KEYS.items()
+        }
+        return press
 
 
-class GamepadDevice:
+class GamepadDevice(WindowDevice):
     """A gamepad that SDL knows, whose buttons therefore have the same places on every make; `BUTTONS` lists them.
 
     Raises:
         UserError: there is no gamepad, or SDL has no mapping for it.
     """
 
-    def __init__(self, window: Window | None = None) -> None:
-        self.window = window or Window()
-        pygame = self.window.pygame
+    def __init__(self, size: tuple[int, int] = (512, 512)) -> None:
+        super().__init__(size)
         # `pygame.joystick` numbers the buttons of each make differently
         controllers = importlib.import_module("pygame._sdl2.controller")
         controllers.init()
-        try:
-            self._pad: Any = _first_pad(pygame, controllers)
-        except UserError:
-            self.window.close()
-            raise
-        self._axes = {getattr(pygame, key): about for key, about in STICKS.items()}
-        self._buttons = {getattr(pygame, key): press for key, press in BUTTONS.items()}
-        self._places = dict.fromkeys(AXES, 0.0)
+        joystick = self.pygame.joystick
+        found = range(joystick.get_count())
+        known = [index for index in found if controllers.is_controller(index)]
+        if not known:
+            names = ", ".join(joystick.Joystick(index).get_name() for index in found)
+            self.close()
+            raise UserError(
+                f"SDL has no mapping of buttons for {names}; give it one in the environment variable "
+                "SDL_GAMECONTROLLERCONFIG"
+                if names
+                else "no gamepad was found; connect one, or use the keyboard"
+            )
+        # kept, because SDL closes a gamepad that nobody holds
+        self._pad: Any = controllers.Controller(known[0])
+        self._sticks = {getattr(self.pygame, key): about for key, about in STICKS.items()}
+        self._buttons = {getattr(self.pygame, key): press for key, press in BUTTONS.items()}
 
-    def poll(self) -> DeviceInput:
-        """Read sticks and buttons."""
-        pygame, presses = self.window.pygame, []
-        for event in pygame.event.get():
-            if event.type == pygame.CONTROLLERAXISMOTION and event.axis in self._axes:
-                axis, side = self._axes[event.axis]
-                self._places[axis] = side * _beyond(event.value / STICK_RANGE)
-            elif event.type == pygame.CONTROLLERBUTTONDOWN and event.button in self._buttons:
-                presses.append(self._buttons[event.button])
-            elif event.type == pygame.CONTROLLERDEVICEREMOVED:
-                raise RunError("the gamepad was disconnected; connect it and run the command again to continue")
-            elif event.type == pygame.QUIT:
-                presses.append(QUIT)
-        return DeviceInput(dict(self._places), tuple(presses))
-
-    def show(self, image: NDArray[np.uint8] | None, text: str) -> None:
-        """Show the scene in the window."""
-        self.window.show(image, text)
-
-    def close(self) -> None:
-        """Close the window."""
-        self.window.close()
-
-
-def _first_pad(pygame: Any, controllers: Any) -> Any:
-    count = pygame.joystick.get_count()
-    for index in range(count):
-        if controllers.is_controller(index):
-            return controllers.Controller(index)
-    if not count:
-        raise UserError("no gamepad was found; connect one, or use the keyboard")
-    names = ", ".join(pygame.joystick.Joystick(index).get_name() for index in range(count))
-    raise UserError(
-        f"SDL has no mapping of buttons for {names}; give it one in the environment variable SDL_GAMECONTROLLERCONFIG"
-    )
+    def _read(self, event: Any) -> str | None:
+        pygame = self.pygame
+        if event.type == pygame.CONTROLLERAXISMOTION and event.axis in self._sticks:
+            axis, side = self._sticks[event.axis]
+            self._axes[axis] = side * _beyond(event.value / STICK_RANGE)
+        elif event.type == pygame.CONTROLLERBUTTONDOWN:
+            return self._buttons.get(event.button)
+        elif event.type == pygame.CONTROLLERDEVICEREMOVED:
+            raise RunError("the gamepad was disconnected; connect it and run the command again to continue")
+        return None
 
 
 class SpaceMouseDevice:
@@ -204,16 +183,20 @@ class SpaceMouseDevice:
 
     Args:
         device: an opened device of pyspacemouse; the first one found when None.
-        keys: shows the scene and gives the presses for which a SpaceMouse has no button; a window where one can be
-            opened when None.
+        keys: shows the scene and gives the presses for which a SpaceMouse has no button; when both are None, a window
+            if one can be opened.
 
     Raises:
         UserError: pyspacemouse or the library hidapi is missing, or there is no SpaceMouse.
     """
 
     def __init__(self, device: Any = None, keys: Device | None = None) -> None:
-        self._device = _open_spacemouse() if device is None else device
-        self._keys = _keys_or_none() if device is None else keys
+        self._device, self._keys = device, keys
+        if device is None:
+            self._device = _open_spacemouse()
+            # without pygame or a display, as next to a real robot, its buttons have to do
+            with contextlib.suppress(UserError):
+                self._keys = keys or KeyboardDevice()
         self._down = [False] * len(SPACEMOUSE_BUTTONS)
 
     def poll(self) -> DeviceInput:
@@ -221,8 +204,10 @@ class SpaceMouseDevice:
         presses: list[str] = []
         state = self._device.read()
         for _ in range(REPORTS):
-            presses += self._pressed(state.buttons)
-            time = state.t
+            down = [bool(one) for one in list(state.buttons)[: len(SPACEMOUSE_BUTTONS)]]
+            begun = zip(SPACEMOUSE_BUTTONS, down, self._down, strict=False)
+            presses += [press for press, now, before in begun if now and not before]
+            self._down, time = down, state.t
             state = self._device.read()
             # the time of a state is that of its last report
             if state.t == time:
@@ -231,12 +216,6 @@ class SpaceMouseDevice:
             raise RunError("the SpaceMouse was disconnected; connect it and run the command again to continue")
         presses += [] if self._keys is None else self._keys.poll().presses
         return DeviceInput({name: _beyond(getattr(state, name)) for name in AXES}, tuple(presses))
-
-    def _pressed(self, buttons: Collection[int]) -> list[str]:
-        now = [bool(down) for down in list(buttons)[: len(SPACEMOUSE_BUTTONS)]]
-        found = [name for name, down, before in zip(SPACEMOUSE_BUTTONS, now, self._down, strict=False) if down > before]
-        self._down = now
-        return found
 
     def show(self, image: NDArray[np.uint8] | None, text: str) -> None:
         """Show the scene, if there is a window."""
@@ -248,14 +227,6 @@ class SpaceMouseDevice:
         self._device.close()
         if self._keys is not None:
             self._keys.close()
-
-
-def _keys_or_none() -> Device | None:
-    """A window with its keys; None without pygame or without a display, as next to a real robot."""
-    try:
-        return KeyboardDevice()
-    except UserError:
-        return None
 
 
 def _open_spacemouse() -> Any:
@@ -277,35 +248,20 @@ def _open_spacemouse() -> Any:
 
 def _beyond(value: float) -> float:
     """A position without its dead zone, stretched so that the end stays 1."""
-    size = min(abs(value), 1.0)
-    if size <= DEAD_ZONE:
-        return 0.0
-    return float(np.sign(value) * (size - DEAD_ZONE) / (1.0 - DEAD_ZONE))
-
-
-def open_device(kind: str) -> Device:
-    """Open a device by the kind of overseer that uses it; raises UserError."""
-    with contextlib.suppress(KeyError):
-        return DEVICES[kind]()
-    raise UserError(f"no device {kind!r}; available: {', '.join(DEVICES)}")
+    return float(np.sign(value) * max(min(abs(value), 1.0) - DEAD_ZONE, 0.0) / (1.0 - DEAD_ZONE))
 
 
 TEXT_HEIGHT = 28
 STICK_RANGE = 32768.0
 MOTION_KEYS = {
-    "w": ("x", 1.0),
-    "s": ("x", -1.0),
-    "a": ("y", 1.0),
-    "d": ("y", -1.0),
-    "r": ("z", 1.0),
-    "f": ("z", -1.0),
-    "q": ("yaw", 1.0),
-    "e": ("yaw", -1.0),
-    "up": ("pitch", 1.0),
-    "down": ("pitch", -1.0),
-    "left": ("roll", -1.0),
-    "right": ("roll", 1.0),
+    "x": ("w", "s"),
+    "y": ("a", "d"),
+    "z": ("r", "f"),
+    "roll": ("right", "left"),
+    "pitch": ("up", "down"),
+    "yaw": ("q", "e"),
 }
+"""Keys for both directions of each axis, the positive one first."""
 PRESS_KEYS = {
     "space": TAKE_OVER,
     "g": GRIPPER,

@@ -17,9 +17,9 @@ Source: Kelly et al., HG-DAgger, arXiv 1810.02890, algorithm 1; rail-berkeley/hi
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import logging
-import os
+import math
 import shutil
 import time
 from collections.abc import Sequence
@@ -35,14 +35,13 @@ from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, rare
-from mmrl.files import expanded, read_json_object, replaced, write_atomically
+from mmrl.files import expanded, replaced
 from mmrl.runs.fingerprint import content_digest
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import Step
 from robotics.data import EpisodeData, LeRobotReader
 from robotics.episodes.demonstrations import Demonstrations, Transition
 from robotics.episodes.payload import EpisodeSetConfig, list_episodes
-from robotics.episodes.recording import CAMERA
 from robotics.interventions.overseers import PEOPLE, OverseerConfig, open_overseer
 from robotics.interventions.record import INTERVENTION, InterventionRecord, read_attempts
 from robotics.interventions.watched import run_watched
@@ -95,9 +94,24 @@ class HgDaggerConfig(CloneConfig):
     """The watched episodes."""
 
     @property
+    def record_folder(self) -> Path:
+        """Folder of the recorded episodes."""
+        given = self.interventions.path
+        return expanded(given) if given else Path(self.output_dir) / FOLDER
+
+    @property
     def attempts(self) -> int:
         """Watched episodes of the whole run."""
-        return attempts_before(self, self.trainer.steps - 1)
+        return self.attempts_before(self.trainer.steps - 1)
+
+    def attempts_before(self, step: int) -> int:
+        """Number of watched episodes whose steps training step `step` may use."""
+        about, past = self.interventions, step - self.interventions.first
+        return 0 if past < 0 else (1 + past // about.every) * about.episodes
+
+    def attempt(self, tasks: Sequence[EpisodeSpec], number: int) -> tuple[EpisodeSpec, int]:
+        """Initial state and seed of a watched episode; the initial states follow each other in turn."""
+        return tasks[number % len(tasks)], stream_seed(self.seed, "watched", number)
 
     def validate(self) -> None:
         """Check that there is a round at all; raises ValueError."""
@@ -109,74 +123,62 @@ class HgDaggerConfig(CloneConfig):
             )
 
 
-def attempts_before(config: HgDaggerConfig, step: int) -> int:
-    """Number of watched episodes whose steps training step `step` may use."""
-    past = step - config.interventions.first
-    return 0 if past < 0 else (1 + past // config.interventions.every) * config.interventions.episodes
-
-
-def attempt_of(config: HgDaggerConfig, tasks: Sequence[EpisodeSpec], number: int) -> tuple[EpisodeSpec, int]:
-    """Initial state and seed of a watched episode; the initial states follow each other in turn."""
-    return tasks[number % len(tasks)], stream_seed(config.seed, "watched", number)
-
-
-def record_folder(config: HgDaggerConfig) -> Path:
-    """Folder of the recorded episodes."""
-    given = config.interventions.path
-    return expanded(given) if given else Path(config.output_dir) / FOLDER
-
-
-def open_record(config: HgDaggerConfig, sim: RobotSim) -> InterventionRecord:
-    """Open the dataset for writing, with the cameras that the policy is trained on; raises UserError."""
-    about = config.demonstrations
-    cameras = [about.camera or CAMERA, *about.views] if about.camera and sim.image_size else []
-    return InterventionRecord(record_folder(config), sim, cameras)
-
-
 @dataclass
 class AggregatedDemonstrations(Demonstrations):
-    """Demonstrations, and watched episodes of which only the overseer's control steps are imitated."""
+    """Demonstrations, and watched episodes of which only the overseer's control steps are imitated.
 
-    by_person: list[NDArray[np.bool_]] = field(default_factory=list)
-    """(T,) of each episode, whether its action is to be imitated; all True for demonstrations."""
-    starts: list[Transition] = field(default_factory=list)
-    """The control steps at which a chunk to be imitated may begin."""
+    Checkpoints hold the number of attempts, which are read again from their folder.
+    """
 
-    @classmethod
-    def of(cls, given: Demonstrations) -> AggregatedDemonstrations:
-        """Demonstrations without watched episodes."""
-        parts = {item.name: getattr(given, item.name) for item in dataclasses.fields(given)}
-        # the lists grow here and stay as they are there
-        parts = {name: part.copy() if isinstance(part, list) else part for name, part in parts.items()}
-        owners = [np.ones(len(actions), bool) for actions in given.actions]
-        return cls(**parts, by_person=owners, starts=given.transitions)
+    folder: Path = Path()
+    """Of the watched episodes."""
+    cameras: Sequence[str] = ()
+    """Names of the policy's camera and the additional ones."""
+    attempts: list[dict[str, Any]] = field(default_factory=list)
+    """Lines of the attempts that have been added."""
+    person_steps: int = 0
+    """Number of the overseer's control steps."""
+
+    def __post_init__(self) -> None:
+        # (T,) of each episode, whether its action is to be imitated
+        self.by_person = [np.ones(len(actions), bool) for actions in self.actions]
+        # the control steps at which a chunk to be imitated may begin
+        self._starts = super().transitions
 
     @property
     def transitions(self) -> list[Transition]:
         """Control steps of demonstrations and of the overseer."""
-        return self.starts
+        return self._starts
 
     @property
     def num_transitions(self) -> int:
         """Number of these control steps."""
-        return len(self.starts)
+        return len(self._starts)
 
-    def add(self, episode: EpisodeData, cameras: Sequence[str]) -> int:
-        """Add a watched episode, if the overseer acted in it; returns the number of the overseer's control steps."""
+    def take(self, count: int) -> list[dict[str, Any]]:
+        """Add the attempts up to number `count`; returns their lines."""
+        lines = read_attempts(self.folder)[len(self.attempts) : count]
+        found = [line["episode_index"] for line in lines if line["episode_index"] is not None]
+        for episode in _read_episodes(self.folder, found) if found else []:
+            self.add(episode)
+        self.attempts += lines
+        return lines
+
+    def add(self, episode: EpisodeData) -> None:
+        """Add a watched episode, if the overseer acted in it."""
         owner = np.asarray(episode.extra[INTERVENTION], bool).reshape(-1)
         if not owner.any():
-            return 0
-        number = len(self.actions)
+            return
+        self._starts += [Transition(len(self.actions), int(step)) for step in np.flatnonzero(owner)]
+        self.person_steps += int(owner.sum())
         self.states.append(episode.state)
         self.actions.append(episode.action)
         self.instructions.append(episode.task)
         self.by_person.append(owner)
         if self.images is not None:
-            first, *others = (episode.images[camera] for camera in cameras)
+            first, *others = (episode.images[camera] for camera in self.cameras)
             self.images.append(first)
             self.views += [others] if others else []
-        self.starts += [Transition(number, int(step)) for step in np.flatnonzero(owner)]
-        return int(owner.sum())
 
     def chunks(self, transitions: Sequence[Transition], length: int) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """The next K actions (B, K, A), and a mask (B, K), 0 from the first step on that is not to be imitated."""
@@ -187,47 +189,18 @@ class AggregatedDemonstrations(Demonstrations):
             mask[place, : len(owner)] *= np.logical_and.accumulate(owner)
         return actions, mask
 
-
-@dataclass
-class Aggregate:
-    """The watched episodes that have been added to the demonstrations; its state is in checkpoints."""
-
-    folder: Path
-    demonstrations: AggregatedDemonstrations
-    cameras: Sequence[str]
-    attempts: list[dict[str, Any]] = field(default_factory=list)
-    """Lines of the attempts so far."""
-    person_steps: int = 0
-
-    def take(self, count: int) -> list[dict[str, Any]]:
-        """Add the attempts up to number `count`; returns their lines."""
-        if count <= len(self.attempts):
-            return []
-        lines = read_attempts(self.folder)[len(self.attempts) : count]
-        found = [line["episode_index"] for line in lines if line["episode_index"] is not None]
-        reader = LeRobotReader(self.folder) if found else None
-        for number in found:
-            assert reader is not None
-            self.person_steps += self.demonstrations.add(reader.episode(number), self.cameras)
-        self.attempts += lines
-        return lines
-
     def state_dict(self) -> dict[str, Any]:
         """Number of attempts, and a digest of the actions that are imitated."""
-        return {"attempts": len(self.attempts), "digest": self._digest()}
+        return {"attempts": len(self.attempts), "digest": content_digest([self.actions, self.by_person])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Add the attempts of a checkpoint again; raises UserError if they are gone or have changed."""
         self.take(int(state["attempts"]))
-        if len(self.attempts) < state["attempts"] or self._digest() != state["digest"]:
+        if self.state_dict() != state:
             raise UserError(
                 f"{self.folder} no longer has the {state['attempts']} watched episodes that the checkpoint was trained "
                 "on; restore the folder to resume"
             )
-
-    def _digest(self) -> str:
-        about = self.demonstrations
-        return content_digest([about.actions, about.by_person])
 
 
 class HgDaggerRecipe(CloneRecipe):
@@ -238,17 +211,21 @@ class HgDaggerRecipe(CloneRecipe):
 
     def __init__(self, config: HgDaggerConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
         super().__init__(config, policy, sim)
-        about = config.demonstrations
-        self.demonstrations: AggregatedDemonstrations = AggregatedDemonstrations.of(self.demonstrations)
         self._given = self.demonstrations.digest()
-        cameras = [about.camera, *about.views] if about.camera else []
-        self.aggregate = Aggregate(record_folder(config), self.demonstrations, cameras)
-        self.parts |= {"interventions": self.aggregate}
+        # the lists of the demonstrations grow, and nobody else has them
+        self.demonstrations: AggregatedDemonstrations = AggregatedDemonstrations(
+            **vars(self.demonstrations), folder=config.record_folder, cameras=config.demonstrations.cameras
+        )
+        self.parts |= {"interventions": self.demonstrations}
         self._watched = list_episodes(config.data, self.sim.tasks(), self.sim.layouts())
         self._round: dict[str, float] = {}
         self._rows = 0
         self._published: int | None = None
-        self._record: InterventionRecord | None = None
+
+    @functools.cached_property
+    def _record(self) -> InterventionRecord:
+        record = InterventionRecord(self.config.record_folder, self.sim, self.config.demonstrations.cameras)
+        return self.opened.enter_context(record)
 
     def load_train_tasks(self) -> Sequence[Any]:
         """Places in a batch; their transitions are drawn from the dataset as it is at the step."""
@@ -263,16 +240,18 @@ class HgDaggerRecipe(CloneRecipe):
         config = self.config
         if not config.interventions.live:
             return True
-        wanted = attempts_before(config, step.number)
-        begins = wanted > len(self.aggregate.attempts)
+        wanted = config.attempts_before(step.number)
+        begins = wanted > len(self.demonstrations.attempts)
         if self._published is None or (begins and self._published != step.number):
-            self._publish(step.number)
-        return not begins or len(read_attempts(self.aggregate.folder)) >= wanted
+            if PartialState().is_main_process:
+                publish(self.policy, Path(config.output_dir), step.number)
+            self._published = step.number
+        return not begins or len(read_attempts(self.demonstrations.folder)) >= wanted
 
     def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Add the episodes of a round that begins, and draw a batch from all transitions so far."""
-        wanted = attempts_before(self.config, step.number)
-        if wanted > len(self.aggregate.attempts):
+        wanted = self.config.attempts_before(step.number)
+        if wanted > len(self.demonstrations.attempts):
             process = PartialState()
             if process.is_main_process and not self.config.interventions.live:
                 self._collect(policy, wanted)
@@ -284,51 +263,32 @@ class HgDaggerRecipe(CloneRecipe):
         self._rows = (step.number + 1) * self.config.trainer.tasks_per_step  # of all processes
         return self.batch(policy, [known[seed % len(known)] for seed in drawn], streams, step)
 
-    def on_step_end(self, step: Step, metrics: Any) -> None:
-        """Give a live session the last weights too."""
-        super().on_step_end(step, metrics)
-        if self.config.interventions.live and step.number + 1 == step.total:
-            self._publish(step.total)
-
     def describe(self) -> str:
         """Name of the loss."""
-        kind = self.config.interventions.overseer.kind
-        count = self.demonstrations.num_transitions - self.aggregate.person_steps
+        kind, known = self.config.interventions.overseer.kind, self.demonstrations
+        count = known.num_transitions - known.person_steps
         return f"behaviour cloning of {count} demonstrated transitions and the steps of an overseer ({kind})"
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Size of the dataset, and the interventions of the last round."""
-        count = self.demonstrations.num_transitions
-        found = super().step_metrics(rollouts) | {"data/person_steps": float(self.aggregate.person_steps)}
-        return found | {"data/epoch": self._rows / count} | self._round
-
-    def _publish(self, step: int) -> None:
-        if PartialState().is_main_process:
-            publish(self.policy, Path(self.config.output_dir), step)
-        self._published = step
+        found = super().step_metrics(rollouts) | {"data/person_steps": float(self.demonstrations.person_steps)}
+        return found | {"data/epoch": self._rows / self.demonstrations.num_transitions} | self._round
 
     def _collect(self, policy: ActionPolicy, wanted: int) -> None:
         """Run the attempts that the dataset lacks, as many at once as the simulator can."""
-        record = self._open_record()
-        begun = len(record.attempts)
-        if begun > len(self.aggregate.attempts):
-            LOGGER.info("%d episodes of %s are used again", begun - len(self.aggregate.attempts), self.aggregate.folder)
+        begun, known = len(self._record.attempts), self.demonstrations
+        if begun > len(known.attempts):
+            LOGGER.info("%d episodes of %s are used again", begun - len(known.attempts), known.folder)
         overseer = open_overseer(self.config.interventions.overseer)
         size = self.sim.capacity or wanted
         for start in range(begun, wanted, size):
             numbers = range(start, min(start + size, wanted))
-            specs, seeds = zip(*(attempt_of(self.config, self._watched, number) for number in numbers), strict=True)
+            specs, seeds = zip(*(self.config.attempt(self._watched, number) for number in numbers), strict=True)
             for episode in run_watched(policy, self.sim, specs, overseer, self.config.acting, seeds):
-                record.add(episode)
-
-    def _open_record(self) -> InterventionRecord:
-        if self._record is None:
-            self._record = open_record(self.config, self.sim)
-            self.opened.callback(self._record.close)
-        return self._record
+                self._record.add(episode)
 
     def _take(self, wanted: int) -> None:
-        lines = _patiently(lambda: self.aggregate.take(wanted))
+        lines = self.demonstrations.take(wanted)
         self._round = round_metrics(lines)
         failures = [line["reason"] for line in lines if line["episode_index"] is None]
         for reason in failures[:1]:
@@ -342,14 +302,12 @@ class HgDaggerRecipe(CloneRecipe):
 def round_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
     """Metrics of the interventions in some attempts; those whose environment failed are only counted."""
     whole = [line for line in lines if line["episode_index"] is not None]
-    steps = sum(line["steps"] for line in whole)
-    alone = [line for line in whole if not line["starts"]]
-    nan = float("nan")
+    count, steps = len(whole) or math.nan, sum(line["steps"] for line in whole) or math.nan
     found = {
-        "intervention/rate": sum(line["person_steps"] for line in whole) / steps if steps else nan,
-        "intervention/per_episode": sum(line["starts"] for line in whole) / len(whole) if whole else nan,
-        "intervention/success": sum(line["success"] for line in whole) / len(whole) if whole else nan,
-        "intervention/success_alone": sum(line["success"] for line in alone) / len(whole) if whole else nan,
+        "intervention/rate": sum(line["person_steps"] for line in whole) / steps,
+        "intervention/per_episode": sum(line["starts"] for line in whole) / count,
+        "intervention/success": sum(line["success"] for line in whole) / count,
+        "intervention/success_alone": sum(line["success"] for line in whole if not line["starts"]) / count,
         "intervention/failed": float(len(lines) - len(whole)),
     }
     paced = [line for line in whole if line.get("hz")]
@@ -363,30 +321,24 @@ def round_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:
 
 def publish(policy: ActionPolicy, run_dir: Path, step: int) -> None:
     """Write the weights for the process that acts; the newest two are kept, as the older one may be being read."""
-    folder = run_dir / ACTOR
-    with replaced(folder / f"step-{step:06d}") as draft:
+    with replaced(run_dir / ACTOR / f"step-{step:06d}") as draft:
         policy.save_pretrained(draft)
-    write_atomically(folder / "latest.json", f'{{"step": {step}, "process": {os.getpid()}}}')
-    for old in sorted(path for path in folder.glob("step-*") if int(path.name[5:]) < step)[:-1]:
+    for _, old in published(run_dir)[:-2]:
         shutil.rmtree(old)
 
 
-def published(run_dir: Path) -> tuple[int, int, Path] | None:
-    """Trainer step and process of the newest published weights, and their folder; None if there are none."""
-    path = run_dir / ACTOR / "latest.json"
-    if not path.is_file():
-        return None
-    found = read_json_object(path)
-    return int(found["step"]), int(found["process"]), run_dir / ACTOR / f"step-{int(found['step']):06d}"
+def published(run_dir: Path) -> list[tuple[int, Path]]:
+    """Trainer steps of the published weights, and their folders; the newest last."""
+    return sorted((int(path.name.removeprefix("step-")), path) for path in (run_dir / ACTOR).glob("step-*"))
 
 
-def _patiently(read: Any) -> Any:
+def _read_episodes(folder: Path, numbers: Sequence[int], tries: int = TRIES) -> list[EpisodeData]:
     """Read what another process may be changing: joining the files of a dataset moves episodes between them."""
-    for attempt in range(TRIES):
-        try:
-            return read()
-        except UserError:
-            if attempt == TRIES - 1:
-                raise
-            time.sleep(0.1)
-    raise AssertionError
+    try:
+        reader = LeRobotReader(folder)
+        return [reader.episode(number) for number in numbers]
+    except UserError:
+        if tries == 1:
+            raise
+    time.sleep(0.1)
+    return _read_episodes(folder, numbers, tries - 1)

@@ -10,28 +10,16 @@ Source of the rules: RLIF, arXiv 2311.12996, section 5; pd-perry/RLIF examples/t
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, only_with, rare
-from robotics.interventions.devices import (
-    AXES,
-    DEVICES,
-    FAILURE,
-    GRIPPER,
-    QUIT,
-    REDO,
-    SUCCESS,
-    TAKE_OVER,
-    Device,
-    DeviceInput,
-    open_device,
-)
+from robotics.interventions.devices import AXES, DEVICES, GRIPPER, TAKE_OVER, Device
+from robotics.scenes.expert_check import experts_of
 from robotics.sim.interface import interface_of
 
 if TYPE_CHECKING:
@@ -42,13 +30,8 @@ if TYPE_CHECKING:
 RULES = ("distance", "random")
 PEOPLE = tuple(DEVICES)
 KINDS = (*RULES, *PEOPLE)
-NAMES = {
-    **{name: name for name in AXES},
-    **{f"d{name}": name for name in AXES},
-    **{f"delta_{name}": name for name in AXES},
-    **{"drx": "roll", "dry": "pitch", "drz": "yaw", "droll": "roll", "dpitch": "pitch", "dyaw": "yaw"},
-    GRIPPER: GRIPPER,
-}
+NAMES = {prefix + name: name for name in AXES for prefix in ("", "d", "delta_")}
+NAMES |= {"drx": "roll", "dry": "pitch", "drz": "yaw", GRIPPER: GRIPPER}
 """Names of action entries whose axis is known."""
 
 
@@ -83,13 +66,11 @@ class Verdict:
     """An overseer's decision about L live rows at one control step."""
 
     actions: NDArray[np.float32]
-    """(L, A) its own actions in -1..1; read where it acts."""
+    """(L, A) its own actions in -1..1, read where it acts; in a journal, the executed actions."""
     acts: NDArray[np.bool_]
     """(L,) whether it acts instead of the policy."""
     presses: tuple[str, ...] = ()
     """Presses that concern the episode: success, failure, redo or quit."""
-    given: DeviceInput | None = None
-    """What a person's device gave, for the journal of the recording."""
 
 
 class Overseer(Protocol):
@@ -99,16 +80,8 @@ class Overseer(Protocol):
         """Begin R episodes, each with its own seed; the policy is in control."""
         ...
 
-    def watch(self, proposed: NDArray[np.float32]) -> Verdict:
-        """Decide about the policy's actions (L, A) in the live rows."""
-        ...
-
-    def show(self, image: NDArray[np.uint8] | None, text: str) -> None:
-        """Show the first row to a person."""
-        ...
-
-    def close(self) -> None:
-        """Release devices."""
+    def watch(self, proposed: NDArray[np.float32], recalled: Verdict | None = None) -> Verdict:
+        """Decide about the policy's actions (L, A) in the live rows; `recalled` is a decision that has been made."""
         ...
 
 
@@ -122,91 +95,50 @@ class ScriptedOverseer:
 
     def begin(self, sim: RobotSim, episodes: Sequence[EpisodeSpec], seeds: Sequence[int]) -> None:
         """Begin R episodes; raises UserError if the simulator has no experts."""
-        self._sim, self._episodes = sim, episodes
-        self._experts = _experts(sim, episodes)
-        self._rows = [_Watching(np.random.default_rng(seed)) for seed in seeds]
+        self._sim = sim
+        self._expert = experts_of(sim, episodes)
+        self._rows = [_Watching(self.config, np.random.default_rng(seed)) for seed in seeds]
 
-    def watch(self, proposed: NDArray[np.float32]) -> Verdict:
-        """Decide by the rule."""
-        live = self._sim.live.tolist()
-        actions = self._expert_actions(live)
-        acts = np.zeros(len(live), bool)
-        for place, row in enumerate(live):
-            watching = self._rows[row]
-            watching.see(float(np.sqrt(np.mean((proposed[place] - actions[place]) ** 2))), self.config)
-            acts[place] = watching.acts
-            if watching.acts and not watching.is_expert:
-                actions[place] = watching.direction(actions.shape[1])
-        return Verdict(actions, acts)
-
-    def show(self, image: NDArray[np.uint8] | None, text: str) -> None:
-        """A script needs no picture."""
-
-    def close(self) -> None:
-        """Nothing to release."""
-
-    def _expert_actions(self, live: Sequence[int]) -> NDArray[np.float32]:
-        known: Any = self._sim
-        if not self._experts:
-            return np.asarray(known.expert_actions(), np.float32)
-        states = known.full_state()
-        chosen = [self._experts[self._episodes[row].task].act(states[place]) for place, row in enumerate(live)]
-        return np.stack(chosen)
+    def watch(self, proposed: NDArray[np.float32], recalled: Verdict | None = None) -> Verdict:
+        """Decide by the rule; a decision that has been made does not change what the script decides later."""
+        actions = np.array(self._expert(), np.float32)
+        rows = [self._rows[row] for row in self._sim.live]
+        for place, row in enumerate(rows):
+            row.see(proposed[place] - actions[place])
+            if row.acts and row.direction is not None:
+                actions[place] = row.direction
+        return Verdict(actions, np.array([row.acts for row in rows]))
 
 
 @dataclass
 class _Watching:
     """One row of a scripted overseer."""
 
+    config: OverseerConfig
     rng: np.random.Generator
     acts: bool = False
-    is_expert: bool = True
-    left: int = 0
-    """Control steps until the next verdict."""
-    errors: list[float] = field(default_factory=list)
-    """Since the last verdict."""
-    _way: NDArray[np.float32] | None = None
+    direction: NDArray[np.float32] | None = None
+    """(A,) in which a bad intervention moves; None in a good one, which does as the expert."""
 
-    def see(self, error: float, config: OverseerConfig) -> None:
-        """Note the policy's distance from the expert, and decide if a decision is due."""
-        self.errors.append(error)
-        if self.left:
-            self.left -= 1
+    def __post_init__(self) -> None:
+        # since the last verdict; of the first steps of an episode, the rule of the distance knows too little
+        self.errors = [0.0] * (self.config.duration - 1) if self.config.kind == "random" else []
+
+    def see(self, difference: NDArray[np.float32]) -> None:
+        """Note how far the policy's action is from the expert's (A,), and decide if a decision is due."""
+        config, rng = self.config, self.rng
+        self.errors.append(float(np.sqrt(np.mean(difference**2))))
+        if len(self.errors) < config.duration:
             return
-        if config.kind == "distance" and len(self.errors) < config.duration:
-            return  # of the first steps of an episode too little is known
-        if config.kind == "random":
-            wants = bool(self.rng.random() < config.rate)
-        else:
-            # a mean, because a single step that differs, as at a turn, is no reason
-            wants = float(np.mean(self.errors)) > config.threshold
-        wants ^= bool(self.rng.random() < config.flip)
+        # a mean, because a single step that differs, as at a turn, is no reason
+        far = float(np.mean(self.errors)) > config.threshold
+        wants = bool(rng.random() < config.rate) if config.kind == "random" else far
+        wants ^= bool(rng.random() < config.flip)
         self.errors = []
-        self.left = config.duration - 1
         if wants and not self.acts:
-            self.is_expert = bool(self.rng.random() < config.quality)
-            self._way = None
+            good = rng.random() < config.quality
+            self.direction = None if good else rng.uniform(-1.0, 1.0, len(difference)).astype(np.float32)
         self.acts = wants
-
-    def direction(self, size: int) -> NDArray[np.float32]:
-        """(A,) the random direction of this intervention, each entry in -1..1."""
-        if self._way is None:
-            self._way = self.rng.uniform(-1.0, 1.0, size).astype(np.float32)
-        return self._way
-
-
-def _experts(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> dict[str, Any]:
-    """The tabletop's experts by task; empty if the simulator has its own."""
-    if hasattr(sim, "expert_actions"):
-        return {}
-    if not hasattr(sim, "full_state"):
-        raise UserError(
-            f"{type(sim).__name__} has no scripted expert; with sim.kind gymnasium set sim.options.adapter.expert, or "
-            f"let a person watch: interventions.overseer.kind={', '.join(PEOPLE)}"
-        )
-    from robotics.scenes.experts import Expert
-
-    return {task: Expert(task) for task in dict.fromkeys(episode.task for episode in episodes)}
 
 
 class Person:
@@ -224,9 +156,6 @@ class Person:
     def __init__(self, device: Device, config: OverseerConfig | None = None) -> None:
         self.device = device
         self.config = config or OverseerConfig(kind="keyboard")
-        self.recalled: deque[DeviceInput] = deque()
-        """Inputs of an interrupted episode, which are taken before those of the device."""
-        self._entries: list[tuple[str, float]] = []
 
     def begin(self, sim: RobotSim, episodes: Sequence[EpisodeSpec], seeds: Sequence[int]) -> None:
         """Begin an episode; raises UserError for several, or if the axes of the actions are unknown."""
@@ -234,46 +163,34 @@ class Person:
             raise UserError(f"a person watches one episode at a time, not {len(episodes)}")
         self._entries = axes_of(sim, self.config.axes)
         self._acts = False
-        self._grip: float | None = None
-        # what was pressed between two episodes concerns neither
-        if not self.recalled:
-            self.device.poll()
+        self._last: NDArray[np.float32] | None = None
+        # what was pressed before an episode does not concern it
+        self.device.poll()
 
-    def watch(self, proposed: NDArray[np.float32]) -> Verdict:
-        """Poll the device."""
-        given = self.recalled.popleft() if self.recalled else self.device.poll()
-        ending: list[str] = []
-        grips = [entry for entry, (axis, _) in enumerate(self._entries) if axis == GRIPPER]
+    def watch(self, proposed: NDArray[np.float32], recalled: Verdict | None = None) -> Verdict:
+        """Take what the person did since the last control step, or what was recalled of it."""
+        verdict = self._polled(proposed[0]) if recalled is None else recalled
+        self._acts = bool(verdict.acts[0])
+        self._last = verdict.actions[0] if self._acts or recalled is not None else proposed[0]
+        return verdict
+
+    def _polled(self, proposed: NDArray[np.float32]) -> Verdict:
+        given, acts = self.device.poll(), self._acts
         # taking over must not drop what the robot holds, so the last command stays in force
-        grip = self._grip if self._grip is not None or not grips else _sign(proposed[0, grips[0]])
+        grip = np.where((proposed if self._last is None else self._last) > 0, 1.0, -1.0)
         for press in given.presses:
             if press == TAKE_OVER:
-                self._acts = not self._acts
-            elif press == GRIPPER and self._acts and grip is not None:
+                acts = not acts
+            elif press == GRIPPER and acts:
                 grip = -grip
-            elif press in (SUCCESS, FAILURE, REDO, QUIT):
-                ending.append(press)
-        action = np.zeros(proposed.shape[1], np.float32)
-        for entry, (axis, side) in enumerate(self._entries):
-            if axis == GRIPPER:
-                action[entry] = grip or 0.0
-            elif axis:
-                action[entry] = np.clip(side * self.config.speed * given.axes.get(axis, 0.0), -1.0, 1.0)
-        executed = action if self._acts else proposed[0]
-        self._grip = _sign(executed[grips[0]]) if grips else None
-        return Verdict(action[None], np.array([self._acts]), tuple(ending), given)
-
-    def show(self, image: NDArray[np.uint8] | None, text: str) -> None:
-        """Show the scene on the device."""
-        self.device.show(image, text)
-
-    def close(self) -> None:
-        """Release the device."""
-        self.device.close()
+        moved = [side * self.config.speed * given.axes.get(axis, 0.0) for axis, side in self._entries]
+        action = np.where([axis == GRIPPER for axis, _ in self._entries], grip, np.clip(moved, -1.0, 1.0))
+        ending = tuple(press for press in given.presses if press not in (TAKE_OVER, GRIPPER))
+        return Verdict(action.astype(np.float32)[None], np.array([acts]), ending)
 
 
 def axes_of(sim: RobotSim, given: Sequence[str] = ()) -> list[tuple[str, float]]:
-    """Axis and sign of each entry of an action; an empty axis means that the person leaves the entry at 0.
+    """Axis and sign of each entry of an action; the person leaves entries with the axis none at 0.
 
     Args:
         sim: the simulator, which may name its actions.
@@ -282,30 +199,24 @@ def axes_of(sim: RobotSim, given: Sequence[str] = ()) -> list[tuple[str, float]]
     Raises:
         UserError: the names are missing or unknown, or there are not as many as entries.
     """
-    known, allowed = interface_of(sim).actions, ", ".join((*AXES, GRIPPER, "none"))
+    known, allowed = interface_of(sim).actions, (*AXES, GRIPPER, "none")
     where = "interventions.overseer.axes"
-    if given:
-        if len(given) != sim.action_size:
-            raise UserError(f"{where} lists {len(given)} axes, but an action has {sim.action_size} entries")
-        entries = [(name.removeprefix("-"), -1.0 if name.startswith("-") else 1.0) for name in given]
-        wrong = [name for name, _ in entries if name not in (*AXES, GRIPPER, "none")]
-        if wrong:
-            raise UserError(f"{where} has {wrong[0]!r}; allowed: {allowed}")
-        return [("" if name == "none" else name, side) for name, side in entries]
-    unknown = [name for name in known or () if name not in NAMES]
-    if known is None or unknown:
+    if given and len(given) != sim.action_size:
+        raise UserError(f"{where} lists {len(given)} axes, but an action has {sim.action_size} entries")
+    axes = list(given or [NAMES.get(name, "") for name in known or ()])
+    if not axes or "" in axes:
         said = f"names its actions {', '.join(known)}" if known else f"does not name the {sim.action_size} entries"
         raise UserError(
             f"the simulator {said}{'' if known else ' of its actions'}, so the axes of a device are not known; set "
-            f"{where} to one of {allowed} for each entry"
+            f"{where} to one of {', '.join(allowed)} for each entry"
         )
-    return [(NAMES[name], 1.0) for name in known]
-
-
-def _sign(value: float) -> float:
-    return 1.0 if value > 0 else -1.0
+    entries = [(name.removeprefix("-"), -1.0 if name.startswith("-") else 1.0) for name in axes]
+    wrong = [name for name, _ in entries if name not in allowed]
+    if wrong:
+        raise UserError(f"{where} has {wrong[0]!r}; allowed: {', '.join(allowed)}")
+    return entries
 
 
 def open_overseer(config: OverseerConfig) -> Overseer:
     """Open the overseer, with its device if it is a person; raises UserError."""
-    return ScriptedOverseer(config) if config.kind in RULES else Person(open_device(config.kind), config)
+    return Person(DEVICES[config.kind](), config) if config.kind in PEOPLE else ScriptedOverseer(config)

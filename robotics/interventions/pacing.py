@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -23,9 +23,8 @@ class ControlRate:
     """Control steps that took longer than their period, so that the next one began late."""
 
 
-@dataclass
 class Pacer:
-    """Starts control steps at a fixed rate.
+    """Starts the control steps of an episode at a fixed rate, the first one at once.
 
     A step that is a little late does not shift those after it. If it is late by more than half a period, the others
     follow at the rate from there on, because a robot must not catch up with a burst of commands.
@@ -36,33 +35,28 @@ class Pacer:
         sleep: waits for the given seconds.
     """
 
-    hz: float
-    clock: Callable[[], float] = time.perf_counter
-    sleep: Callable[[float], None] = time.sleep
-    _starts: list[float] = field(default_factory=list)
-    _due: float = 0.0
-    _late: int = 0
-
-    def restart(self) -> None:
-        """Begin an episode: the next step starts at once."""
-        self._starts = []
-        self._late = 0
+    def __init__(
+        self, hz: float, clock: Callable[[], float] = time.perf_counter, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
+        self.hz, self._clock, self._sleep = hz, clock, sleep
+        self._starts: list[float] = []
+        self._due, self._late = 0.0, 0
 
     def wait(self) -> None:
         """Wait until the next control step is due; called once before each."""
-        now, period = self.clock(), 1.0 / self.hz
+        now, period = self._clock(), 1.0 / self.hz
         if not self._starts:
             self._due = now
         elif now < self._due:
-            self.sleep(self._due - now)
+            self._sleep(self._due - now)
         else:
             self._late += 1
             self._due = now if now - self._due > period / 2 else self._due
-        self._starts.append(self.clock())
+        self._starts.append(self._clock())
         self._due += period
 
     def rate(self) -> ControlRate | None:
-        """The rate since `restart`; None with fewer than two control steps."""
+        """The rate so far; None with fewer than two control steps."""
         periods = np.diff(self._starts)
         if not len(periods):
             return None

@@ -2,7 +2,8 @@
 
 Each control step has its owner under both names that LeRobot uses: `intervention` (bool, of `lerobot-rollout` with the
 strategy dagger) and `complementary_info.is_intervention` (float32, which the replay buffer of HIL-SERL reads). That
-buffer also needs `next.reward` and `next.done`. `action` is the executed one, whoever chose it.
+buffer also needs `next.reward` and `next.done`. `action` is the executed one, whoever chose it. A
+simulator's full state is `observation.environment_state`, for critics that read more than the policy.
 
 `meta/interventions.jsonl` has a line for each attempt, also for those whose environment failed. An unfinished episode
 of a live session is in `meta/unfinished.jsonl`: its control steps are executed again when the session continues.
@@ -13,9 +14,8 @@ src/lerobot/rl/gym_manipulator.py.
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,14 +23,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
-from mmrl.files import read_json_object, write_atomically
-from mmrl.runs.records import read_jsonl
+from mmrl.files import read_json_object
+from mmrl.runs.records import JsonLines, read_jsonl
 from robotics.data import EpisodeWriter
+from robotics.data.features import FULL_STATE
 from robotics.data.layout import INFO_PATH
 from robotics.episodes.dataset_fit import recorded_features
 from robotics.episodes.recording import FPS
-from robotics.interventions.devices import DeviceInput
-from robotics.interventions.watched import JournalStep, WatchedEpisode
+from robotics.interventions.overseers import Verdict
+from robotics.interventions.watched import WatchedEpisode
 from robotics.sim.interface import interface_of
 
 if TYPE_CHECKING:
@@ -93,31 +94,28 @@ class InterventionRecord:
         self.folder, self._cameras, self._sim = folder, list(cameras), sim
         sizes = {} if sim.image_size is None else dict.fromkeys(cameras, sim.image_size)
         features = recorded_features(sim, sizes) | FEATURES
-        rate = fps or interface_of(sim).control_hz or FPS
+        full_size = getattr(sim, "full_state_size", 0)
+        features |= {FULL_STATE: {"dtype": "float32", "shape": [full_size], "names": None}} if full_size else {}
         about = sim.describe()
         robot = str(about.get("arm") or about.get("environment") or about.get("simulator") or "robot")
-        self._writer = EpisodeWriter(folder, rate, features, robot)
+        self._writer = EpisodeWriter(folder, fps or interface_of(sim).control_hz or FPS, features, robot)
+        self._lines, self._journal = JsonLines(folder / LINES_PATH), JsonLines(folder / JOURNAL_PATH)
         try:
             self.attempts: list[dict[str, Any]] = read_attempts(folder)
             """Lines of the attempts so far."""
-            self._write_lines()
-            self.unfinished: list[JournalStep] = self._read_journal()
+            self._lines.drop(lambda line: line not in self.attempts)
+            self.unfinished: list[Verdict] = self._read_journal()
             """Control steps of the next attempt that an interrupted session has executed."""
         except BaseException:
-            self._writer.finish()
+            self.close()
             raise
 
-    def note(self, step: JournalStep) -> None:
-        """Add a control step to the journal of the attempt that runs."""
-        path = self.folder / JOURNAL_PATH
-        begins = not path.exists()
-        given = None if step.given is None else {"axes": dict(step.given.axes), "presses": list(step.given.presses)}
-        line = {"action": [float(entry) for entry in step.action], "by_person": step.by_person, "given": given}
-        # opened for each line, which is in the system's hands when the file is closed, even if the process is killed
-        with path.open("a", encoding="utf-8") as file:
-            if begins:
-                file.write(json.dumps({"attempt": len(self.attempts)}) + "\n")
-            file.write(json.dumps(line) + "\n")
+    def note(self, step: Verdict) -> None:
+        """Add a control step of one row to the journal of the attempt that runs."""
+        if not self._journal.path.exists():
+            self._journal.append({"attempt": len(self.attempts)})
+        line = {"actions": step.actions.tolist(), "acts": step.acts.tolist(), "presses": list(step.presses)}
+        self._journal.append(line)
 
     def add(self, episode: WatchedEpisode, rate: ControlRate | None = None, weights: int | None = None) -> None:
         """Add a finished attempt; one without control steps, or whose environment failed, only gets a line.
@@ -143,7 +141,7 @@ class InterventionRecord:
             **({} if rate is None else asdict(rate)),
         }
         self.attempts.append(line)
-        self._write_lines()
+        self._lines.append(line)
         if kept:
             self._write(episode)
         self.forget()
@@ -151,10 +149,13 @@ class InterventionRecord:
     def forget(self) -> None:
         """Discard the journal of the attempt that runs."""
         self.unfinished = []
-        (self.folder / JOURNAL_PATH).unlink(missing_ok=True)
+        self._journal.close()
+        self._journal.path.unlink(missing_ok=True)
 
     def close(self) -> None:
         """Join the files of the dataset, for lerobot's reader; an unfinished attempt stays in its journal."""
+        self._lines.close()
+        self._journal.close()
         self._writer.finish()
 
     def __enter__(self) -> Self:
@@ -165,28 +166,20 @@ class InterventionRecord:
 
     def _write(self, episode: WatchedEpisode) -> None:
         person = np.array(episode.by_person)[:, None]
-        ends = np.zeros_like(person)
-        ends[-1] = True
         extra = {
             INTERVENTION: person,
             IS_INTERVENTION: person.astype(np.float32),
             REWARD: np.array(episode.rewards, np.float32)[:, None],
-            DONE: ends,
+            DONE: np.arange(len(episode))[:, None] == len(episode) - 1,
         }
-        images = {}
-        if episode.images and self._cameras:
-            others = (np.stack(one) for one in zip(*episode.views, strict=True))
-            images = dict(zip(self._cameras, [np.stack(episode.images), *others], strict=True))
+        extra |= {FULL_STATE: np.stack(episode.full_states)} if FULL_STATE in self._writer.features else {}
+        images = episode.images_of(self._cameras) if self._cameras else {}
         states = np.stack(episode.states) if self._sim.state_size else None
         task = episode.episode.instruction or episode.episode.task
         self._writer.add_episode(states, np.stack(episode.actions), images, task, episode.success, extra)
 
-    def _write_lines(self) -> None:
-        text = "".join(f"{json.dumps(line)}\n" for line in self.attempts)
-        write_atomically(self.folder / LINES_PATH, text)
-
-    def _read_journal(self) -> list[JournalStep]:
-        head, *steps = read_jsonl(self.folder / JOURNAL_PATH) or [{}]
+    def _read_journal(self) -> list[Verdict]:
+        head, *steps = read_jsonl(self._journal.path) or [{}]
         if head.get("attempt") != len(self.attempts):
             # of an attempt that was finished right before the interruption
             self.forget()
@@ -196,10 +189,7 @@ class InterventionRecord:
                 "attempt %d was interrupted after %d control steps, which are executed again",
                 *(len(self.attempts), len(steps)),
             )
-        return [_journal_step(line) for line in steps]
-
-
-def _journal_step(line: Mapping[str, Any]) -> JournalStep:
-    given = line["given"]
-    read = None if given is None else DeviceInput(given["axes"], tuple(given["presses"]))
-    return JournalStep(np.array(line["action"], np.float32), bool(line["by_person"]), read)
+        return [
+            Verdict(np.array(line["actions"], np.float32), np.array(line["acts"]), tuple(line["presses"]))
+            for line in steps
+        ]

@@ -6,14 +6,16 @@ Shapes: L live rows, A entries of an action, S entries of the state, T control s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from robotics.episodes.collect import ActingSettings, action_scale, inputs_of, sim_actions
-from robotics.interventions.devices import FAILURE, QUIT, REDO, SUCCESS, DeviceInput
+from robotics.episodes.recording import Demonstration
+from robotics.interventions.devices import FAILURE, QUIT, REDO, SUCCESS
+from robotics.interventions.overseers import Overseer, Verdict
 from robotics.policies.base.action_policy import ActionPolicy
 from robotics.policies.base.action_tokens import RowGenerators
 from robotics.sim.episodes import EpisodeSpec, RobotObservation, RobotSim, begin_episodes
@@ -21,35 +23,22 @@ from robotics.sim.episodes import EpisodeSpec, RobotObservation, RobotSim, begin
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from robotics.interventions.overseers import Overseer
     from robotics.sim.episodes import ChunkResult
 
 
 @dataclass
-class WatchedEpisode:
-    """One episode of T control steps."""
+class WatchedEpisode(Demonstration):
+    """One episode of T control steps, whoever chose the actions."""
 
-    episode: EpisodeSpec
-    states: list[NDArray[np.float32]] = field(default_factory=list)
-    """(S,) before each action."""
-    images: list[NDArray[np.uint8]] = field(default_factory=list)
-    """(H, W, 3) before each action; none without a camera."""
-    views: list[NDArray[np.uint8]] = field(default_factory=list)
-    """(V, H, W, 3) of the additional cameras."""
-    actions: list[NDArray[np.float32]] = field(default_factory=list)
-    """(A,) executed actions in -1..1, whoever chose them."""
+    episode: EpisodeSpec = field(kw_only=True)
+    full_states: list[NDArray[np.float32]] = field(default_factory=list)
+    """(F,) full state of the simulator before each action; none if it does not report it."""
     by_person: list[bool] = field(default_factory=list)
     """Whether the overseer chose the action."""
     rewards: list[float] = field(default_factory=list)
     """The environment's own reward of each control step."""
-    success: bool = False
-    """Whether the task was solved, by the policy or with the overseer's help."""
     terminated: bool = False
     """Whether the task or a person ended the episode; otherwise a time limit did."""
-    failed: bool = False
-    """Whether the environment failed."""
-    reason: str = ""
-    """Why it failed."""
     press: str = ""
     """redo or quit if the person ended the episode so."""
 
@@ -62,19 +51,6 @@ class WatchedEpisode:
         return sum(now and not before for before, now in zip([False, *self.by_person], self.by_person, strict=False))
 
 
-@dataclass(frozen=True)
-class JournalStep:
-    """A control step of an interrupted episode."""
-
-    action: NDArray[np.float32]
-    by_person: bool
-    given: DeviceInput | None
-
-
-Noted = Callable[[JournalStep], None]
-"""Called with each control step before it is executed."""
-
-
 class _Plans:
     """The policy's chunks of actions, row by row; a row plans again when its chunk is used up or was interrupted."""
 
@@ -84,12 +60,12 @@ class _Plans:
         self._policy, self._episodes, self._settings = policy, episodes, settings
         self._scale = action_scale(policy, settings)
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
-        self._left: list[NDArray[np.float32]] = [np.zeros((0, policy.action_size), np.float32) for _ in episodes]
+        self._left: list[list[NDArray[np.float32]]] = [[] for _ in episodes]
 
     def proposed(self, observation: RobotObservation) -> NDArray[np.float32]:
-        """(L, A) actions of this control step."""
+        """(L, A) actions of this control step, which are taken from the plans."""
         rows = observation.rows.tolist()
-        new = [row for row in rows if not len(self._left[row])]
+        new = [row for row in rows if not self._left[row]]
         if new:
             inputs = inputs_of(observation.of(new), self._episodes, self._policy.device)
             draws = RowGenerators([self._generators[row] for row in new])
@@ -97,13 +73,13 @@ class _Plans:
                 choice = self._policy.act(inputs, draws, temperature=self._settings.temperature, greedy=True)
             actions = sim_actions(choice.actions.float().cpu().numpy(), self._scale).clip(-1, 1)
             for row, chunk in zip(new, actions, strict=True):
-                self._left[row] = chunk[: self._settings.n_action_steps or None]
-        return np.stack([self._left[row][0] for row in rows])
+                self._left[row] = list(chunk[: self._settings.n_action_steps or None])
+        return np.stack([self._left[row].pop(0) for row in rows])
 
-    def advance(self, rows: Sequence[int], acts: Sequence[bool]) -> None:
-        """Go to the next control step; what was planned before an intervention does not continue after it."""
-        for row, taken in zip(rows, acts, strict=True):
-            self._left[row] = self._left[row][:0] if taken else self._left[row][1:]
+    def drop(self, rows: NDArray[np.int64]) -> None:
+        """Forget what was planned before an intervention, as it does not continue after it."""
+        for row in rows:
+            self._left[row] = []
 
 
 def run_watched(
@@ -116,8 +92,8 @@ def run_watched(
     *,
     before_step: Callable[[], None] | None = None,
     show: Callable[[RobotObservation, str], None] | None = None,
-    note: Noted | None = None,
-    recalled: Sequence[JournalStep] = (),
+    note: Callable[[Verdict], None] | None = None,
+    recalled: Sequence[Verdict] = (),
 ) -> list[WatchedEpisode]:
     """Run R episodes to their ends under an overseer, whose action replaces the policy's where it acts.
 
@@ -133,51 +109,48 @@ def run_watched(
         seeds: R seeds, of the policy's and the overseer's random numbers.
         before_step: called before each control step, such as `Pacer.wait`.
         show: called with each observation and a line of text.
-        note: called with each control step of the first row before it is executed.
-        recalled: the first control steps, from a journal. They are executed again, whatever policy and overseer
-            would do now.
+        note: called with each control step before it is executed.
+        recalled: the first control steps, as `note` was called with. They are executed again, whatever policy and
+            overseer would do now.
 
     Returns:
         The episodes. One whose environment failed is marked; its control steps so far are kept.
     """
-    seen = [WatchedEpisode(episode) for episode in episodes]
+    seen = [WatchedEpisode(episode=episode) for episode in episodes]
     result = begin_episodes(sim, episodes, policy.past)
     for row in np.flatnonzero(result.failed).tolist():
         seen[row].failed, seen[row].reason = True, result.reasons.get(row, "")
     overseer.begin(sim, episodes, seeds)
-    plans, observation = _Plans(policy, episodes, settings, seeds), result.observation
-    journal = iter(recalled)
+    plans, journal = _Plans(policy, episodes, settings, seeds), iter(recalled)
     while len(sim.live):
-        rows, observation = sim.live.copy(), observation.of(sim.live)
-        proposed = plans.proposed(observation)
-        known = next(journal, None)
+        observation = result.observation.of(sim.live.copy())
+        full_state = sim.full_state() if hasattr(sim, "full_state") else None
+        proposed, known = plans.proposed(observation), next(journal, None)
         if known is None and before_step is not None:
             before_step()
-        verdict = overseer.watch(proposed)
+        verdict = overseer.watch(proposed, known)
         if QUIT in verdict.presses or REDO in verdict.presses:
             seen[0].press = REDO if REDO in verdict.presses else QUIT
-            return seen
-        acts, actions = verdict.acts, np.where(verdict.acts[:, None], verdict.actions, proposed)
-        if known is not None:
-            acts, actions = np.array([known.by_person]), known.action[None]
-        elif note is not None:
-            note(JournalStep(actions[0], bool(acts[0]), verdict.given))
-        result = sim.step_chunk(actions[:, None])
-        _keep(seen, observation, actions, acts, result)
-        plans.advance(rows.tolist(), acts.tolist())
-        observation = result.observation
+            break
+        executed = known or replace(verdict, actions=np.where(verdict.acts[:, None], verdict.actions, proposed))
+        if known is None and note is not None:
+            note(executed)
+        result = sim.step_chunk(executed.actions[:, None])
+        _keep(seen, observation, full_state, executed, result)
+        plans.drop(result.rows[executed.acts])
         if show is not None:
-            show(observation, _status(seen[0], bool(acts[0])))
-        if _end(seen[0], verdict.presses):
-            return seen
+            show(result.observation, _status(seen[0]))
+        if SUCCESS in executed.presses or FAILURE in executed.presses:
+            seen[0].success, seen[0].terminated = SUCCESS in executed.presses, True
+            break
     return seen
 
 
 def _keep(
     seen: Sequence[WatchedEpisode],
     observation: RobotObservation,
-    actions: NDArray[np.float32],
-    acts: NDArray[np.bool_],
+    full_state: NDArray[np.float32] | None,
+    executed: Verdict,
     result: ChunkResult,
 ) -> None:
     """Add a control step of the live rows: what was observed before it, and what came of it."""
@@ -187,23 +160,17 @@ def _keep(
             # a step of a failed environment has no result
             one.failed, one.reason = True, result.reasons.get(row, "no reason given")
             continue
-        one.states.append(observation.state[place].copy())
-        one.images += [] if observation.images is None else [observation.images[place].copy()]
-        one.views += [] if observation.views is None else [observation.views[place].copy()]
-        one.actions.append(np.asarray(actions[place], np.float32).copy())
-        one.by_person.append(bool(acts[place]))
+        one.states.append(observation.state[place])
+        one.images += [] if observation.images is None else [observation.images[place]]
+        one.views += [] if observation.views is None else [observation.views[place]]
+        one.full_states += [] if full_state is None else [full_state[place]]
+        one.actions.append(executed.actions[place])
+        one.by_person.append(bool(executed.acts[place]))
         one.rewards.append(float(result.rewards[place, 0]))
         one.success |= bool(result.success[place])
         one.terminated |= bool(result.terminated[place])
 
 
-def _end(one: WatchedEpisode, presses: Sequence[str]) -> bool:
-    """Whether the person ends the episode, as a success or a failure."""
-    if SUCCESS not in presses and FAILURE not in presses:
-        return False
-    one.success, one.terminated = SUCCESS in presses, True
-    return True
-
-
-def _status(one: WatchedEpisode, by_person: bool) -> str:
-    return f"step {len(one)}: {'YOU' if by_person else 'policy'} | {one.episode.instruction or one.episode.task}"
+def _status(one: WatchedEpisode) -> str:
+    owner = "YOU" if one.by_person and one.by_person[-1] else "policy"
+    return f"step {len(one)}: {owner} | {one.episode.instruction or one.episode.task}"

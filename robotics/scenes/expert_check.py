@@ -40,7 +40,7 @@ def run_expert(
 
     Actions are written to motions (R, horizon, A), zeros at first; after the end the fingers stay as they are.
     """
-    choose = expert_of(sim, episodes[0].task)
+    choose = experts_of(sim, episodes)
     begun = sim.reset(episodes)
     success, failed = np.zeros(len(episodes), bool), begun.failed.copy()
     step = 0
@@ -115,17 +115,21 @@ def _batches(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> list[Sequence[Ep
     return [episodes[start : start + size] for start in range(0, len(episodes), size)]
 
 
-def expert_of(sim: RobotSim, task: str) -> Chooser:
-    """Function that returns a task's expert actions (L, A) of the live rows."""
+def experts_of(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> Chooser:
+    """Function that returns the experts' actions (L, A) of the live rows of some episodes."""
     known: Any = sim
+    if hasattr(known, "expert_actions"):
+        return known.expert_actions  # type: ignore[no-any-return]
     if hasattr(known, "full_state"):
         from robotics.scenes.experts import Expert
 
-        expert = Expert(task)
-        return lambda: expert.act(known.full_state())
-    if hasattr(known, "expert_actions"):
-        return known.expert_actions  # type: ignore[no-any-return]
-    raise UserError(f"{type(sim).__name__} has no scripted experts")
+        experts = {task: Expert(task) for task in {episode.task for episode in episodes}}
+        return lambda: np.stack(
+            [experts[episodes[row].task].act(state) for row, state in zip(sim.live, known.full_state(), strict=True)]
+        )
+    raise UserError(
+        f"{type(sim).__name__} has no scripted experts; with sim.kind gymnasium set sim.options.adapter.expert"
+    )
 
 
 def summary_lines(rows: Sequence[tuple[str, int, int, int]]) -> list[str]:

@@ -16,6 +16,7 @@ from mmrl.runs.records import read_jsonl
 from mmrl.training.run import finish_run
 from robotics.data import LeRobotReader
 from robotics.episodes.collect import replay_episode
+from robotics.interventions.hg_dagger import round_metrics
 from robotics.interventions.record import INTERVENTION, read_attempts
 from robotics.scenes.videos import Caption, write_caption
 from robotics.sim.episodes import EpisodeSpec
@@ -85,13 +86,11 @@ def _round_lines(run_dir: Path) -> list[str]:
     lines = ["interventions of the scripted person, by round"]
     attempts = read_attempts(run_dir / "interventions")
     for number, start in enumerate(range(0, len(attempts), size), 1):
-        part = [line for line in attempts[start : start + size] if line["episode_index"] is not None]
-        starts = np.mean([line["starts"] for line in part])
-        steps = sum(line["person_steps"] for line in part) / max(sum(line["steps"] for line in part), 1)
-        alone = np.mean([line["success"] and not line["starts"] for line in part])
+        found = round_metrics(attempts[start : start + size])
         lines.append(
-            f"  round {number:>2}: {starts:4.2f} per episode, {100 * steps:4.1f}% of the control steps; "
-            f"{100 * alone:5.1f}% of the episodes succeeded without any"
+            f"  round {number:>2}: {found['intervention/per_episode']:4.2f} per episode, "
+            f"{100 * found['intervention/rate']:4.1f}% of the control steps; "
+            f"{100 * found['intervention/success_alone']:5.1f}% of the episodes succeeded without any"
         )
     return lines
 

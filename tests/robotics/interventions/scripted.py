@@ -45,14 +45,14 @@ class FakeDevice:
 
     def __init__(self, inputs: Sequence[DeviceInput] = ()):
         self.inputs = list(inputs)
-        self.polls, self.closed, self.shown = 0, False, []
+        self.closed, self.shown, self.pictures = False, [], []
 
     def poll(self):
-        self.polls += 1
         return self.inputs.pop(0) if self.inputs else DeviceInput()
 
     def show(self, image, text):
         self.shown.append(text)
+        self.pictures.append(None if image is None else image.copy())
 
     def close(self):
         self.closed = True

@@ -18,73 +18,73 @@ from robotics.interventions.devices import (
     GamepadDevice,
     KeyboardDevice,
     SpaceMouseDevice,
-    Window,
-    open_device,
 )
+from robotics.interventions.overseers import OverseerConfig, open_overseer
 from tests.robotics.interventions.scripted import FakeDevice, pressed
 
 
 @pytest.fixture
-def window(monkeypatch):
-    pytest.importorskip("pygame", reason="needs pip install 'mmrl-suite[teleop]'")
+def pygame(monkeypatch):
     monkeypatch.setenv("SDL_VIDEODRIVER", "dummy")
     monkeypatch.setenv("SDL_AUDIODRIVER", "dummy")
-    found = Window((64, 64))
-    found.pygame.event.clear()
+    return pytest.importorskip("pygame", reason="needs pip install 'mmrl-suite[teleop]'")
+
+
+@pytest.fixture
+def device(pygame):
+    found = KeyboardDevice((64, 64))
+    pygame.event.clear()
     yield found
     found.close()
 
 
-def key(window, kind, name, **about):
-    pygame = window.pygame
+def key(device, kind, name, **about):
+    pygame = device.pygame
     pygame.event.post(pygame.event.Event(getattr(pygame, kind), key=pygame.key.key_code(name), **about))
 
 
-def test_a_held_key_moves_until_it_is_released(window):
-    device = KeyboardDevice(window)
-    key(window, "KEYDOWN", "w")
-    key(window, "KEYDOWN", "q")
+def test_a_held_key_moves_until_it_is_released(device):
+    key(device, "KEYDOWN", "w")
+    key(device, "KEYDOWN", "q")
     assert device.poll().axes | {} == {"x": 1.0, "y": 0.0, "z": 0.0, "roll": 0.0, "pitch": 0.0, "yaw": 1.0}
-    key(window, "KEYUP", "w")
+    key(device, "KEYUP", "w")
     assert device.poll().axes["x"] == 0.0
     assert device.poll().axes["yaw"] == 1.0
-    key(window, "KEYDOWN", "e")
+    key(device, "KEYDOWN", "e")
     # opposite keys cancel
     assert device.poll().axes["yaw"] == 0.0
 
 
-def test_a_press_counts_once_however_long_it_is_held(window):
-    device = KeyboardDevice(window)
-    key(window, "KEYDOWN", "space")
-    key(window, "KEYUP", "space")
+def test_a_press_counts_once_however_long_it_is_held(device):
+    key(device, "KEYDOWN", "space")
+    key(device, "KEYUP", "space")
     # shorter than a control step, and still a press
     assert device.poll().presses == (TAKE_OVER,)
-    key(window, "KEYDOWN", "g")
-    key(window, "KEYDOWN", "g", repeat=True)
+    key(device, "KEYDOWN", "g")
+    key(device, "KEYDOWN", "g", repeat=True)
     assert device.poll().presses == (GRIPPER,)
     assert device.poll().presses == ()
 
 
-def test_every_key_of_the_table_exists(window):
-    for name in (*devices.MOTION_KEYS, *devices.PRESS_KEYS):
-        assert window.pygame.key.name(window.pygame.key.key_code(name)) == name
+def test_every_key_of_the_table_exists(device):
+    for name in (*sum(devices.MOTION_KEYS.values(), ()), *devices.PRESS_KEYS):
+        assert device.pygame.key.name(device.pygame.key.key_code(name)) == name
 
 
-def test_leaving_the_window_releases_all_keys_and_closing_it_quits(window):
-    device = KeyboardDevice(window)
-    key(window, "KEYDOWN", "w")
+def test_leaving_the_window_releases_all_keys_and_closing_it_quits(device):
+    key(device, "KEYDOWN", "w")
     assert device.poll().axes["x"] == 1.0
-    window.pygame.event.post(window.pygame.event.Event(window.pygame.WINDOWFOCUSLOST))
+    device.pygame.event.post(device.pygame.event.Event(device.pygame.WINDOWFOCUSLOST))
     assert device.poll().axes["x"] == 0.0
-    window.pygame.event.post(window.pygame.event.Event(window.pygame.QUIT))
+    device.pygame.event.post(device.pygame.event.Event(device.pygame.QUIT))
     assert device.poll().presses == (QUIT,)
 
 
-def test_the_window_shows_the_image_and_the_text(window):
+def test_the_window_shows_the_image_and_the_text(device):
     image = np.zeros((8, 8, 3), np.uint8)
     image[:, 4:, 0] = 255
-    window.show(image, "step 3: YOU")
-    shown = window.pygame.surfarray.array3d(window.pygame.display.get_surface())
+    device.show(image, "step 3: YOU")
+    shown = device.pygame.surfarray.array3d(device.pygame.display.get_surface())
     assert shown[48, 32].tolist() == [255, 0, 0]
     assert shown[16, 32].tolist() == [0, 0, 0]
     assert shown[:, 64:].max() > 200
@@ -107,16 +107,17 @@ class Pads:
 
 
 @pytest.fixture
-def pads(window, monkeypatch):
+def pads(pygame, monkeypatch):
     found = Pads()
     monkeypatch.setitem(sys.modules, "pygame._sdl2.controller", found)
-    monkeypatch.setattr(window.pygame.joystick, "get_count", lambda: 1)
-    monkeypatch.setattr(window.pygame.joystick, "Joystick", lambda index: SimpleNamespace(get_name=lambda: "Odd Pad"))
+    monkeypatch.setattr(pygame.joystick, "get_count", lambda: 1)
+    monkeypatch.setattr(pygame.joystick, "Joystick", lambda index: SimpleNamespace(get_name=lambda: "Odd Pad"))
     return found
 
 
-def test_sticks_and_buttons_of_a_gamepad(window, pads):
-    device, pygame = GamepadDevice(window), window.pygame
+def test_sticks_and_buttons_of_a_gamepad(pygame, pads):
+    device = GamepadDevice((64, 64))
+    pygame.event.clear()
 
     def post(kind, **about):
         pygame.event.post(pygame.event.Event(getattr(pygame, kind), **about))
@@ -135,16 +136,18 @@ def test_sticks_and_buttons_of_a_gamepad(window, pads):
     post("CONTROLLERDEVICEREMOVED", instance_id=0)
     with pytest.raises(RunError, match="gamepad was disconnected"):
         device.poll()
+    device.close()
 
 
-def test_missing_and_unknown_gamepads_are_refused(window, pads, monkeypatch):
+def test_missing_and_unknown_gamepads_are_refused(pygame, pads, monkeypatch):
     pads.known = False
     with pytest.raises(UserError, match=r"no mapping of buttons for Odd Pad; .*SDL_GAMECONTROLLERCONFIG"):
-        GamepadDevice(window)
-    again = Window((64, 64))
-    monkeypatch.setattr(again.pygame.joystick, "get_count", lambda: 0)
+        GamepadDevice((64, 64))
+    monkeypatch.setattr(pygame.joystick, "get_count", lambda: 0)
     with pytest.raises(UserError, match="no gamepad was found; connect one"):
-        GamepadDevice(again)
+        GamepadDevice((64, 64))
+    # the window of a device that is missing is closed
+    assert not pygame.display.get_init()
 
 
 class Mouse:
@@ -199,11 +202,11 @@ def test_a_spacemouse_that_is_gone_ends_the_session():
 def test_missing_packages_and_devices_are_named(monkeypatch):
     monkeypatch.setattr("mmrl.errors.find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs pygame, .*mmrl-suite\[teleop\]"):
-        open_device("keyboard")
+        open_overseer(OverseerConfig(kind="keyboard"))
     with pytest.raises(UserError, match=r"needs pyspacemouse, .*mmrl-suite\[spacemouse\]"):
-        open_device("spacemouse")
-    with pytest.raises(UserError, match="no device 'joystick'; available: keyboard, gamepad, spacemouse"):
-        open_device("joystick")
+        open_overseer(OverseerConfig(kind="spacemouse"))
+    with pytest.raises(UserError, match="kind is joystick; a scripted overseer is one of distance, random"):
+        open_overseer(OverseerConfig(kind="joystick"))
 
 
 def test_a_machine_without_a_spacemouse_is_told_so(monkeypatch):
@@ -215,4 +218,4 @@ def test_a_machine_without_a_spacemouse_is_told_so(monkeypatch):
     library = SimpleNamespace(open=nothing, AxisConvention=SimpleNamespace(ROS="ros"))
     monkeypatch.setitem(sys.modules, "pyspacemouse", library)
     with pytest.raises(UserError, match=r"no SpaceMouse was found .No connected devices found.*udev"):
-        open_device("spacemouse")
+        open_overseer(OverseerConfig(kind="spacemouse"))

@@ -1,7 +1,6 @@
 """HG-DAgger on the line: rounds that grow the dataset, what is imitated, and resuming."""
 
 import json
-import os
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ from robotics.episodes.demonstrations import DemonstrationConfig, Transition, lo
 from robotics.interventions.hg_dagger import (
     AggregatedDemonstrations,
     HgDaggerRecipe,
-    attempts_before,
     publish,
     published,
     round_metrics,
@@ -116,14 +114,13 @@ def test_lost_episodes_are_noticed_when_resuming(finished, tmp_path, demos):
 
 def test_a_chunk_ends_with_its_intervention(demos):
     given = load_demonstrations(DemonstrationConfig(path=str(demos), camera=""))
-    data, before = AggregatedDemonstrations.of(given), given.num_transitions
+    data, before, number = AggregatedDemonstrations(**vars(given)), given.num_transitions, len(given.actions)
     reader = LeRobotReader(demos)
     episode = reader.episode(0)
     owner = np.zeros(len(episode), bool)
     owner[[1, 2, 4]] = True
-    added = data.add(type(episode)(**{**vars(episode), "extra": {"intervention": owner[:, None]}}), ())
-    assert (added, data.num_transitions) == (3, before + 3)
-    number = len(given.actions)
+    data.add(type(episode)(**{**vars(episode), "extra": {"intervention": owner[:, None]}}))
+    assert (data.person_steps, data.num_transitions) == (3, before + 3)
     assert data.transitions[before:] == [Transition(number, 1), Transition(number, 2), Transition(number, 4)]
     _, mask = data.chunks(data.transitions[before:], 3)
     assert mask.tolist() == [[1, 1, 0], [1, 0, 0], [1, 0, 0]]
@@ -132,19 +129,39 @@ def test_a_chunk_ends_with_its_intervention(demos):
 
 
 def test_an_episode_without_interventions_adds_nothing(demos):
-    data = AggregatedDemonstrations.of(load_demonstrations(DemonstrationConfig(path=str(demos), camera="")))
+    data = AggregatedDemonstrations(**vars(load_demonstrations(DemonstrationConfig(path=str(demos), camera=""))))
     episode = LeRobotReader(demos).episode(0)
     silent = type(episode)(**{**vars(episode), "extra": {"intervention": np.zeros((len(episode), 1), bool)}})
     before = data.num_transitions, len(data.actions)
-    assert data.add(silent, ()) == 0
-    assert (data.num_transitions, len(data.actions)) == before
+    data.add(silent)
+    assert (data.num_transitions, len(data.actions), data.person_steps) == (*before, 0)
+
+
+def test_episodes_that_move_while_they_are_read_are_added_once(finished, demos, monkeypatch):
+    given = load_demonstrations(DemonstrationConfig(path=str(demos), camera=""))
+    data, read, asked = (
+        AggregatedDemonstrations(**vars(given), folder=finished / "interventions"),
+        LeRobotReader.episode,
+        [],
+    )
+
+    def episode(self, number):
+        asked.append(number)
+        if len(asked) == 3:
+            raise UserError("joined meanwhile")
+        return read(self, number)
+
+    monkeypatch.setattr(LeRobotReader, "episode", episode)
+    assert len(data.take(6)) == 6
+    assert asked == [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    assert data.person_steps == metrics(finished)[-1]["data/person_steps"]
 
 
 def test_rounds_begin_after_the_first_steps(tmp_path, demos):
     config = dagger(
         tmp_path / "run", demos, interventions={"first": 2, "every": 3, "episodes": 5}, trainer={"steps": 9}
     )
-    assert [attempts_before(config, step) for step in range(9)] == [0, 0, 5, 5, 5, 10, 10, 10, 15]
+    assert [config.attempts_before(step) for step in range(9)] == [0, 0, 5, 5, 5, 10, 10, 10, 15]
     assert config.attempts == 15
     with pytest.raises(ValueError, match=r"the first round only comes after interventions.first = 4 steps"):
         dagger(tmp_path / "run", demos, interventions={"first": 4})
@@ -161,27 +178,28 @@ def test_a_live_run_waits_for_its_episodes_and_gives_out_weights(tmp_path, demos
     config = dagger(tmp_path / "run", demos, interventions={"live": True})
     recipe = HgDaggerRecipe(config)
     assert not recipe.ready(Step(0, 4))
-    step, process, folder = published(tmp_path / "run")
-    assert (step, process) == (0, os.getpid())
+    ((step, folder),) = published(tmp_path / "run")
+    assert step == 0
     copied = open_policy(folder).state_dict()
     assert all(torch.equal(copied[name], part) for name, part in recipe.policy.state_dict().items())
     # the episodes of another run stand for those of a session
-    recipe.aggregate.folder = finished / "interventions"
+    recipe.demonstrations.folder = finished / "interventions"
     assert recipe.ready(Step(0, 4))
     recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step(0, 4))
-    assert len(recipe.aggregate.attempts) == 3
+    assert len(recipe.demonstrations.attempts) == 3
     assert recipe.ready(Step(2, 4))
     # a round that begins publishes, even though its episodes are there already
-    assert published(tmp_path / "run")[0] == 2
+    assert [step for step, _ in published(tmp_path / "run")] == [0, 2]
     recipe.close()
 
 
 def test_the_newest_two_weights_are_kept(tmp_path, demos):
     recipe = HgDaggerRecipe(dagger(tmp_path / "run", demos))
-    for step in (0, 5, 10, 15):
+    for step in (0, 5, 999_999, 1_000_000):
         publish(recipe.policy, tmp_path / "out", step)
-    assert sorted(path.name for path in (tmp_path / "out" / "actor").glob("step-*")) == ["step-000010", "step-000015"]
-    assert published(tmp_path / "out")[0] == 15
+    folder = tmp_path / "out" / "actor"
+    assert published(tmp_path / "out") == [(999_999, folder / "step-999999"), (1_000_000, folder / "step-1000000")]
+    assert len(list(folder.iterdir())) == 2
     recipe.close()
 
 

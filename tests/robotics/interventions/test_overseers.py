@@ -8,8 +8,8 @@ import pytest
 from mmrl.errors import UserError
 from robotics.episodes.collect import ActingSettings
 from robotics.interventions.devices import FAILURE, GRIPPER, QUIT, REDO, SUCCESS, TAKE_OVER, DeviceInput
-from robotics.interventions.overseers import OverseerConfig, Person, ScriptedOverseer, axes_of
-from robotics.interventions.watched import JournalStep, run_watched
+from robotics.interventions.overseers import OverseerConfig, Person, ScriptedOverseer, Verdict, axes_of
+from robotics.interventions.watched import run_watched
 from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.interventions.scripted import AlwaysPolicy, ExpertLine, FakeDevice, pressed
 from tests.robotics.line_sim import LineSim
@@ -26,12 +26,9 @@ class Arm(ExpertLine):
 
 def watch(inputs, policy=None, sim=None, note=None, recalled=(), **config):
     person = Person(FakeDevice(inputs), OverseerConfig(kind="keyboard", **config))
-    person.recalled.extend(step.given for step in recalled)
     policy = policy or AlwaysPolicy(-0.1)
     # the poll at the start of an episode drops what was pressed before it
     person.device.inputs.insert(0, IDLE)
-    if recalled:
-        person.device.inputs.pop(0)
     policy.sim = sim = sim or ExpertLine()
     (episode,) = run_watched(policy, sim, [RIGHT], person, ActingSettings(), [0], note=note, recalled=recalled)
     return episode, person
@@ -118,9 +115,16 @@ def test_recalled_steps_are_executed_again_and_the_person_goes_on():
 
 
 def test_a_recalled_step_is_executed_even_if_the_policy_would_do_something_else():
-    steps = [JournalStep(np.array([0.5], np.float32), False, IDLE)]
+    steps = [Verdict(np.array([[0.5]], np.float32), np.array([False]))]
     episode, _ = watch([], recalled=steps)
     np.testing.assert_allclose(np.array(episode.actions[:2])[:, 0], [0.5, -0.1], rtol=1e-6)
+
+
+def test_a_recalled_press_still_ends_the_episode():
+    noted = []
+    whole, _ = watch([IDLE, pressed(SUCCESS)], note=noted.append)
+    again, _ = watch([], recalled=noted)
+    assert (len(again), again.success) == (len(whole), True) == (2, True)
 
 
 # ---- axes ----
@@ -128,7 +132,7 @@ def test_a_recalled_step_is_executed_even_if_the_policy_would_do_something_else(
 
 def test_axes_follow_the_names_of_the_actions():
     assert axes_of(Arm()) == [("x", 1.0), ("yaw", 1.0), ("gripper", 1.0)]
-    assert axes_of(Arm(), ["-y", "none", "gripper"]) == [("y", -1.0), ("", 1.0), ("gripper", 1.0)]
+    assert axes_of(Arm(), ["-y", "none", "gripper"]) == [("y", -1.0), ("none", 1.0), ("gripper", 1.0)]
 
 
 def test_a_reversed_axis_and_a_speed_scale_the_motion():

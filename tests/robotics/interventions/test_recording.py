@@ -9,9 +9,10 @@ from mmrl.errors import UserError
 from robotics.data import EpisodeWriter, LeRobotReader, robot_features
 from robotics.episodes.collect import ActingSettings
 from robotics.interventions.devices import TAKE_OVER, DeviceInput
-from robotics.interventions.overseers import Person
+from robotics.interventions.overseers import OverseerConfig, Person, ScriptedOverseer, Verdict
 from robotics.interventions.record import JOURNAL_PATH, LINES_PATH, InterventionRecord, read_attempts
 from robotics.interventions.watched import WatchedEpisode, run_watched
+from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.interventions.scripted import AlwaysPolicy, ExpertLine, FakeDevice, pressed
 
@@ -41,7 +42,6 @@ def session(folder, device, episodes=1, die_at=None, camera=()):
     """Record episodes as a live session does; with `die_at`, the process ends before that control step is executed."""
     sim, person = ExpertLine(), Person(device)
     with InterventionRecord(folder, sim, camera) as record:
-        person.recalled.extend(step.given for step in record.unfinished)
         while len(record.attempts) < episodes:
             recalled, record.unfinished = record.unfinished, []
 
@@ -70,6 +70,8 @@ def test_the_dataset_has_lerobots_columns_and_each_steps_owner(tmp_path):
     assert features["intervention"] == {"dtype": "bool", "shape": [1], "names": None}
     assert features["complementary_info.is_intervention"]["dtype"] == "float32"
     assert reader.fps == ExpertLine.control_hz
+    # the line does not report its full state
+    assert "observation.environment_state" not in features
     episode = reader.episode(0)
     owner = [False, True, True, True] + [False] * (len(episode) - 4)
     assert episode.extra["intervention"].ravel().tolist() == owner
@@ -82,6 +84,47 @@ def test_the_dataset_has_lerobots_columns_and_each_steps_owner(tmp_path):
     assert episode.images["front"].shape == (len(episode), 32, 32, 3)
 
 
+class FullLine(ExpertLine):
+    """The line, whose full state also has the number of control steps."""
+
+    full_state_size = 3
+
+    def full_state(self):
+        parts = (self.place[self.live], self.goal[self.live], self.elapsed[self.live])
+        return np.stack(parts, 1).astype(np.float32)
+
+
+def test_the_full_state_before_each_action_is_recorded(tmp_path):
+    specs = [EpisodeSpec("right", "go right", layout) for layout in range(4)]
+    sim, overseer = FullLine(), ScriptedOverseer(OverseerConfig(flip=0.0))
+    with InterventionRecord(tmp_path / "data", sim) as record:
+        for episode in run_watched(AlwaysPolicy(0.9), sim, specs, overseer, ActingSettings(), range(4)):
+            record.add(episode)
+    lengths = set()
+    for episode in LeRobotReader(tmp_path / "data"):
+        full = episode.extra["observation.environment_state"]
+        np.testing.assert_array_equal(full[:, :2], episode.state)
+        np.testing.assert_array_equal(full[:, 2], np.arange(len(episode)))
+        lengths.add(len(episode))
+    # rows that end earlier do not shift the others
+    assert len(lengths) > 1
+
+
+def test_the_full_state_of_the_tabletop_is_the_one_in_which_the_policy_acted(tmp_path):
+    spec, settings = EpisodeSpec("push", "push it", 0), BatchSettings(state="proprio", image_size=None, horizon=8)
+    with TabletopBatch(["push"], settings=settings, workers=1) as sim:
+        overseer, policy = ScriptedOverseer(OverseerConfig(flip=0.0)), AlwaysPolicy(-1.0, 1.0, 1.0, -1.0, -1.0)
+        with InterventionRecord(tmp_path / "data", sim) as record:
+            record.add(run_watched(policy, sim, [spec], overseer, ActingSettings(), [0])[0])
+        episode = LeRobotReader(tmp_path / "data").episode(0)
+        assert episode.state.shape == (8, 10)
+        assert 0 < episode.extra["intervention"].sum() < 8
+        sim.reset([spec])
+        for action, full in zip(episode.action, episode.extra["observation.environment_state"], strict=True):
+            np.testing.assert_array_equal(sim.full_state()[0], full)
+            sim.step_chunk(action[None, None])
+
+
 @pytest.mark.parametrize("die_at", [0, 1, 2, 4, 6])
 def test_an_interrupted_and_continued_recording_gives_the_same_dataset(tmp_path, die_at):
     session(tmp_path / "whole", FakeDevice(INPUTS))
@@ -89,7 +132,8 @@ def test_an_interrupted_and_continued_recording_gives_the_same_dataset(tmp_path,
     with pytest.raises(PowerCutError):
         session(tmp_path / "cut", device, die_at=die_at)
     assert (tmp_path / "cut" / JOURNAL_PATH).exists()
-    # the person goes on where the session ended: with the inputs that it has not read
+    # the person goes on where the session ended: with the inputs that it has not read, after those between the sessions
+    device.inputs.insert(0, pressed(TAKE_OVER))
     session(tmp_path / "cut", device)
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
     assert not (tmp_path / "cut" / JOURNAL_PATH).exists()
@@ -101,6 +145,7 @@ def test_a_recording_goes_on_after_its_finished_episodes(tmp_path):
     session(tmp_path / "cut", device, episodes=1)
     with pytest.raises(PowerCutError):
         session(tmp_path / "cut", device, episodes=3, die_at=3)
+    device.inputs.insert(0, IDLE)
     assert [line["attempt"] for line in read_attempts(tmp_path / "cut")] == [0]
     session(tmp_path / "cut", device, episodes=3)
     assert content(tmp_path / "cut") == content(tmp_path / "whole")
@@ -121,15 +166,27 @@ def test_a_line_whose_episode_was_not_written_is_forgotten(tmp_path):
 def test_a_journal_of_a_finished_episode_is_dropped(tmp_path):
     folder = tmp_path / "data"
     session(folder, FakeDevice(INPUTS))
-    (folder / JOURNAL_PATH).write_text('{"attempt": 0}\n{"action": [1.0], "by_person": false, "given": null}\n')
+    (folder / JOURNAL_PATH).write_text('{"attempt": 0}\n{"actions": [[1.0]], "acts": [false], "presses": []}\n')
     with InterventionRecord(folder, ExpertLine()) as record:
         assert record.unfinished == []
     assert not (folder / JOURNAL_PATH).exists()
 
 
+def test_a_torn_line_of_the_journal_does_not_spoil_the_next_one(tmp_path):
+    steps = [Verdict(np.array([[move]], np.float32), np.array([True])) for move in (0.25, 0.5)]
+    with InterventionRecord(tmp_path / "data", ExpertLine()) as record:
+        record.note(steps[0])
+    with (tmp_path / "data" / JOURNAL_PATH).open("a") as journal:
+        journal.write('{"actions": [[0.3')
+    with InterventionRecord(tmp_path / "data", ExpertLine()) as record:
+        record.note(steps[1])
+    with InterventionRecord(tmp_path / "data", ExpertLine()) as record:
+        assert [step.actions.item() for step in record.unfinished] == [0.25, 0.5]
+
+
 def test_an_attempt_whose_environment_failed_is_counted_and_has_no_episode(tmp_path):
     with InterventionRecord(tmp_path / "data", ExpertLine()) as record:
-        record.add(WatchedEpisode(RIGHT, failed=True, reason="it broke"))
+        record.add(WatchedEpisode(episode=RIGHT, failed=True, reason="it broke"))
     lines = read_attempts(tmp_path / "data")
     assert [(line["episode_index"], line["reason"]) for line in lines] == [(None, "it broke")]
     assert len(LeRobotReader(tmp_path / "data")) == 0
@@ -150,6 +207,6 @@ def test_floats_of_the_journal_are_exact(tmp_path):
     session(tmp_path / "data", FakeDevice([pressed(TAKE_OVER, x=1 / 3)] + [pressed(x=1 / 7)] * 20), episodes=0)
     with InterventionRecord(tmp_path / "data", ExpertLine()) as record:
         action = np.array([1 / 3], np.float32)
-        record.note(type("Step", (), {"action": action, "by_person": True, "given": None})())
+        record.note(Verdict(action[None], np.array([True])))
         written = json.loads((tmp_path / "data" / JOURNAL_PATH).read_text().splitlines()[1])
-        assert np.float32(written["action"][0]) == action[0]
+        assert np.float32(written["actions"][0][0]) == action[0]

@@ -16,7 +16,9 @@ from robotics.interventions.pacing import Pacer
 from robotics.interventions.record import JOURNAL_PATH, read_attempts
 from robotics.policies.base.encoder import EncoderConfig
 from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
-from tests.robotics.interventions.scripted import LINE, FakeDevice, pressed
+from robotics.scenes.batch import BatchSettings, TabletopBatch
+from robotics.sim.episodes import EpisodeSpec
+from tests.robotics.interventions.scripted import LINE, ExpertLine, FakeDevice, pressed
 from tests.robotics.line_demos import BLIND, demonstrate
 
 pytest.importorskip("pyarrow", reason="needs pip install 'mmrl-suite[vla]'")
@@ -57,7 +59,6 @@ class Clock:
 def paced(works, hz=10.0):
     clock = Clock()
     pacer, starts = Pacer(hz, clock, clock.sleep), []
-    pacer.restart()
     for work in works:
         pacer.wait()
         starts.append(clock.now)
@@ -139,7 +140,7 @@ def test_a_person_quits_and_goes_on_and_may_begin_again(config, tmp_path, monkey
     assert said == ["stopped after 0 episodes; run the command again to continue"]
     assert len((folder / JOURNAL_PATH).read_text().splitlines()) == 1 + 2
     # goes on in control, where it stopped; the second episode is begun again once
-    device.inputs = [pressed(x=0.4)] + [IDLE] * 20 + [pressed(TAKE_OVER, REDO)]
+    device.inputs = [IDLE, pressed(x=0.4)] + [IDLE] * 20 + [pressed(TAKE_OVER, REDO)]
     assert record(file, said) == 6
     first = LeRobotReader(folder).episode(0)
     np.testing.assert_allclose(first.action[1:3, 0], [0.5, 0.4], rtol=1e-6)
@@ -147,6 +148,24 @@ def test_a_person_quits_and_goes_on_and_may_begin_again(config, tmp_path, monkey
     assert "the episode was discarded and begins again" in said
     assert device.closed
     assert any("YOU" in text for text in device.shown)
+
+
+def test_a_person_sees_the_table_in_more_pixels_than_the_policy(backend):
+    settings, device = BatchSettings(image_size=(16, 16), horizon=3), FakeDevice()
+    with TabletopBatch(["push", "drawer"], settings=settings, workers=1, backend=backend) as sim:
+        show = session._shown_on(device, sim)
+        for task in ("push", "drawer"):
+            show(sim.reset([EpisodeSpec(task, task, 0)]).observation, "look")
+    push, drawer = device.pictures
+    assert push.shape == drawer.shape == (session.PICTURE, session.PICTURE, 3)
+    assert (push != drawer).any()
+
+
+def test_the_policys_image_is_shown_if_there_is_no_table():
+    sim, device = ExpertLine(), FakeDevice()
+    observation = sim.reset([EpisodeSpec("right", "go right", 0)]).observation
+    session._shown_on(device, sim)(observation, "look")
+    np.testing.assert_array_equal(device.pictures[0], observation.images[0])
 
 
 def test_wrong_configurations_are_refused_before_anything_starts(config, tmp_path):
@@ -180,8 +199,8 @@ def test_the_learner_learns_meanwhile_and_both_go_on_after_a_stop(config, tmp_pa
     command = ["robot", "intervene", str(file), "model.accept_other=[control_hz]"]
     whole, done = session._Session._episode, []
 
-    def interrupted(self):
-        episode = whole(self)
+    def interrupted(self, pacer):
+        episode = whole(self, pacer)
         done.append(self._weights)
         if len(done) == 3:
             raise KeyboardInterrupt
