@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -33,6 +34,8 @@ GREY = "#8a929b"
 WIDE = 9.2
 """Width in inches at which a page shows the figure, so that its text keeps its size."""
 TITLE: dict[str, Any] = {"fontsize": 10, "color": INK, "loc": "left"}
+TITLE_LENGTH = 36
+"""Maximum number of characters in a line of a title, so that it ends before the next panel's begins."""
 FAR = 3.0
 """Other arms share the claim's axis if they lie within this many widths of it."""
 LABEL_GAP = 0.08
@@ -197,13 +200,14 @@ def comparison_figure(
     pairs, points = (canvas.add_subplot(grid[0, place]) for place in (0, 1))
     scaled = {arm: _scaled(found, factor) for arm, found in comparison.differences.items()}
     _draw_differences(pairs, list(values), scaled, colours, look.highlight)
-    pairs.set_title(f"difference from {names[comparison.baseline]}{' in points' if factor != 1 else ''}", **TITLE)
+    title = f"difference from {names[comparison.baseline]}{' in points' if factor != 1 else ''}"
+    pairs.set_title(textwrap.fill(title, TITLE_LENGTH), **TITLE)
     told = {arm: _said(scaled[arm], factor) if arm in scaled else "" for arm in values}
     told[comparison.baseline] = "baseline"
     _name_rows(pairs, [f"{names[arm]}\n{told[arm]}" for arm in values])
     means = {arm: factor * _number(entry.mean) for arm, entry in comparison.arms.items()}
     _draw_values(points, values, means, colours, factor)
-    points.set_title(look.unit or metric, **TITLE)
+    points.set_title(textwrap.fill(look.unit or metric, TITLE_LENGTH), **TITLE)
     _name_rows(points, [""] * len(values))
     if rows == 2:
         bands = canvas.add_subplot(grid[1, :])

@@ -413,6 +413,19 @@ def test_an_arm_near_the_claim_is_on_its_scale():
     assert axes.get_xlim() == pytest.approx((-3.48, 3.48))
 
 
+def test_titles_of_neighbouring_panels_do_not_overlap():
+    rows = {"old": StoredArm(5.0, seeds=[4.0, 6.0]), "new": StoredArm(9.0, [4.0, 2.0, 6.0], [8.0, 10.0])}
+    look = FigureConfig(
+        labels={"old": "SFT on the responses of the teacher"},
+        unit="sampled responses that are right, %",
+        stored=StoredConfig(arms=rows),
+    )
+    figure = stored_figure(ExperimentConfig("x", baseline="old", seeds=[1, 2], metric="score/x", figure=look))
+    figure.draw_without_rendering()
+    left, right = (panel._left_title.get_window_extent() for panel in figure.axes[:2])
+    assert left.x1 < right.x0
+
+
 def test_a_figure_of_stored_numbers_needs_no_runs():
     rows = {
         "old": StoredArm(30.0, seeds=[20.0, 40.0]),

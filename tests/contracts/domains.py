@@ -56,7 +56,7 @@ def domain_of(recipe: str) -> Domain:
 
 def make_low(name: str, precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Configuration of a recipe in bf16 or fp16, without evaluations; skips what has none and missing modules."""
-    if name in ("hnpg", "robot_sac"):
+    if name in ("hnpg", *ONE_PROCESS):
         pytest.skip("natural-gradient steps and critics of a replay use full precision")
     domain = domain_of(name)
     for module in domain.needs:
@@ -393,9 +393,15 @@ def _cloning(folder: Path) -> dict[str, Any]:
 
 
 def _offpolicy(name: str, folder: Path) -> Any:
-    from tests.robotics.offpolicy.line_sac import sac_config
+    from tests.robotics.offpolicy.line_sac import improving_config, make_base, sac_config
 
-    config = sac_config(folder / "run", checkpoint=CheckpointConfig(every=1))
+    kept = CheckpointConfig(every=1)
+    if name == "robot_sac":
+        config = sac_config(folder / "run", checkpoint=kept)
+    else:
+        base = make_base(folder / "base", "flow")
+        kind = {"robot_residual": "residual", "robot_dsrl": "steered"}[name]
+        config = improving_config(folder / "run", base, kind, checkpoint=kept)
     config.trainer.steps = 2
     return config
 
@@ -430,7 +436,7 @@ DOMAINS = {
     "robotics": Domain("robot_grpo", "robotics.methods.robot_recipe", _robotics),
 }
 
-ONE_PROCESS = ("robot_sac",)
+ONE_PROCESS = ("robot_sac", "robot_residual", "robot_dsrl")
 """Recipes that refuse more than one process; `tests/robotics/offpolicy/test_sac_recipe.py` has the refusal."""
 OFFPOLICY = Domain("robot_grpo", "robotics.offpolicy.sac", _offpolicy)
 """Its updates come from a replay, without an objective; simulator, policy and evaluation are those of robot_grpo."""

@@ -324,6 +324,10 @@ OWN: dict[str, dict[str, str]] = {
         "capacity": "the replay of a tiny run is smaller; tests/robotics/offpolicy/test_sac_recipe.py",
         "critic_state": "the full state of the walk's simulator is that of the policy",
     },
+    **dict.fromkeys(
+        ("robot_residual", "robot_dsrl"),
+        dict.fromkeys(("sim.", "acting.", "data.", "eval_data.", "evaluation."), "robot_sac has the same options"),
+    ),
     "srpo": {
         **ROBOT,
         "progress.invalid": "no trajectory of the walk is invalid",

@@ -1,20 +1,26 @@
 """Tiny runs of robot_sac on the line, and episodes of made-up numbers."""
 
 import numpy as np
+import torch
 
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import make_accelerator, seed_everything
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig
 from mmrl.training.trainer import Trainer
 from robotics.episodes.payload import EpisodeSetConfig
+from robotics.offpolicy.improve import RobotDsrlConfig, RobotResidualConfig
 from robotics.offpolicy.sac import RobotSacConfig, RobotSacRecipe
 from robotics.offpolicy.sac_learner import QSettings, SacSettings
 from robotics.offpolicy.transitions import Experience, TransitionForm
+from robotics.policies.base.encoder import EncoderConfig
+from robotics.policies.flow import FlowActionPolicy, FlowPolicyConfig
+from robotics.policies.gaussian import GaussianActionPolicy, GaussianPolicyConfig
 from robotics.policies.policy_loading import ActionPolicyConfig
 from robotics.sim.opening import SimConfig
 
 FORM = TransitionForm(state=3, full=4, chunk=2, action=2)
 TINY = {"width": 32, "layers": 1}
+TEXTS = ("go right", "go left")
 
 
 def episode(length, seed=0, form=FORM, terminated=False, last=None):
@@ -54,6 +60,32 @@ def sac_config(folder, cls=RobotSacConfig, **changes):
     config.reward.potential = 1.0
     config.validate()
     return config
+
+
+def make_base(folder, kind="gaussian", image_size=None, chunk=2, drift=0.0):
+    """A saved policy of the line, which moves by `drift` whatever it sees if that is not 0."""
+    encoder = EncoderConfig(image_size=image_size, state_size=2, width=32, heads=2, layers=1, channels=16)
+    if kind == "flow":
+        policy = FlowActionPolicy.build(FlowPolicyConfig(1, chunk, steps=2, hidden=32, encoder=encoder), TEXTS)
+    else:
+        policy = GaussianActionPolicy.build(GaussianPolicyConfig(1, chunk, encoder=encoder), TEXTS)
+        if drift:
+            torch.nn.init.zeros_(policy.mean.weight)
+            torch.nn.init.constant_(policy.mean.bias, drift)
+    policy.save_pretrained(folder)
+    return folder
+
+
+def improving_config(folder, base, kind="residual", **changes):
+    cls, recipe = {
+        "residual": (RobotResidualConfig, "robot_residual"),
+        "steered": (RobotDsrlConfig, "robot_dsrl"),
+    }[kind]
+    options = {"base": str(base), "encoder": TINY} | changes.pop("options", {})
+    sac = cls().sac
+    sac.actor_after, sac.critics.width = 3, 16
+    model = ActionPolicyConfig(kind=kind, options=options)
+    return sac_config(folder, cls, **{"recipe": recipe, "model": model, "sac": sac, "utd": 2.0} | changes)
 
 
 def trainer_of(config, folder, steps=4):

@@ -4,52 +4,19 @@ import json
 
 import numpy as np
 import pytest
-import torch
 
 from mmrl.cli import main
 from mmrl.errors import UserError
 from robotics.data import LeRobotReader
 from robotics.episodes.payload import EpisodeSetConfig
-from robotics.offpolicy.improve import RobotDsrlConfig, RobotResidualConfig
 from robotics.offpolicy.prior import PriorConfig
 from robotics.offpolicy.replay import NOISE, read_records
 from robotics.offpolicy.sac import RobotSacRecipe
 from robotics.policies.base.action_policy import open_policy
-from robotics.policies.base.encoder import EncoderConfig
-from robotics.policies.flow import FlowActionPolicy, FlowPolicyConfig
-from robotics.policies.gaussian import GaussianActionPolicy, GaussianPolicyConfig
-from robotics.policies.policy_loading import ActionPolicyConfig
+from robotics.policies.gaussian import GaussianActionPolicy
 from robotics.sim.opening import SimConfig
-from tests.robotics.offpolicy.line_sac import TINY, sac_config, trainer_of, weights_of
+from tests.robotics.offpolicy.line_sac import improving_config, make_base, sac_config, trainer_of, weights_of
 from tests.robotics.offpolicy.test_sac_recipe import same
-
-TEXTS = ("go right", "go left")
-
-
-def make_base(folder, kind="gaussian", image_size=None, chunk=2, drift=0.0):
-    """A saved policy of the line, which moves by `drift` whatever it sees if that is not 0."""
-    encoder = EncoderConfig(image_size=image_size, state_size=2, width=32, heads=2, layers=1, channels=16)
-    if kind == "flow":
-        policy = FlowActionPolicy.build(FlowPolicyConfig(1, chunk, steps=2, hidden=32, encoder=encoder), TEXTS)
-    else:
-        policy = GaussianActionPolicy.build(GaussianPolicyConfig(1, chunk, encoder=encoder), TEXTS)
-        if drift:
-            torch.nn.init.zeros_(policy.mean.weight)
-            torch.nn.init.constant_(policy.mean.bias, drift)
-    policy.save_pretrained(folder)
-    return folder
-
-
-def config_of(folder, base, kind="residual", **changes):
-    cls, recipe = {
-        "residual": (RobotResidualConfig, "robot_residual"),
-        "steered": (RobotDsrlConfig, "robot_dsrl"),
-    }[kind]
-    options = {"base": str(base), "encoder": TINY} | changes.pop("options", {})
-    sac = cls().sac
-    sac.actor_after, sac.critics.width = 3, 16
-    model = ActionPolicyConfig(kind=kind, options=options)
-    return sac_config(folder, cls, **{"recipe": recipe, "model": model, "sac": sac, "utd": 2.0} | changes)
 
 
 def run(config, folder, steps=4, resume=False):
@@ -65,9 +32,9 @@ def run(config, folder, steps=4, resume=False):
 @pytest.mark.parametrize("kind", ["residual", "steered"])
 def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path, kind):
     base = make_base(tmp_path / "base", "flow")
-    whole, records = run(config_of(tmp_path / "whole", base, kind), tmp_path / "whole")
-    run(config_of(tmp_path / "parts", base, kind), tmp_path / "parts", steps=2)
-    parts, again = run(config_of(tmp_path / "parts", base, kind), tmp_path / "parts", resume=True)
+    whole, records = run(improving_config(tmp_path / "whole", base, kind), tmp_path / "whole")
+    run(improving_config(tmp_path / "parts", base, kind), tmp_path / "parts", steps=2)
+    parts, again = run(improving_config(tmp_path / "parts", base, kind), tmp_path / "parts", resume=True)
     assert np.array_equal(records, again)
     assert same(weights_of(whole), weights_of(parts)) == []
     assert whole.updater.optimiser_step == whole.updater.learner.updates - 3
@@ -75,7 +42,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one_to_the_bit(tmp_path, kind):
 
 def test_the_base_plays_the_warm_up_and_the_head_reads_its_actions(tmp_path):
     base = make_base(tmp_path / "base", drift=0.25)
-    trainer, records = run(config_of(tmp_path / "run", base), tmp_path / "run")
+    trainer, records = run(improving_config(tmp_path / "run", base), tmp_path / "run")
     assert trainer.recipe.form.state == 2 + 2
     first = records[records["steps"].cumsum() <= 12]
     np.testing.assert_allclose(first["actions"], 0.25)
@@ -89,7 +56,7 @@ def test_the_base_plays_the_warm_up_and_the_head_reads_its_actions(tmp_path):
 
 def test_the_replay_of_a_steered_policy_has_actions_and_noise(tmp_path):
     base = make_base(tmp_path / "base", "flow", chunk=3)
-    config = config_of(tmp_path / "run", base, "steered", options={"n_action_steps": 2})
+    config = improving_config(tmp_path / "run", base, "steered", options={"n_action_steps": 2})
     trainer, records = run(config, tmp_path / "run")
     reader = LeRobotReader(tmp_path / "run/replay/dataset")
     features = reader.info["features"]
@@ -107,7 +74,7 @@ def test_the_replay_of_a_steered_policy_has_actions_and_noise(tmp_path):
 def test_a_base_that_sees_images_is_improved_through_its_features(tmp_path):
     base = make_base(tmp_path / "base", image_size=(32, 32))
     sim = SimConfig(kind="tests.robotics.line_sim:open_line", image_size=32)
-    trainer, records = run(config_of(tmp_path / "run", base, sim=sim), tmp_path / "run", steps=3)
+    trainer, records = run(improving_config(tmp_path / "run", base, sim=sim), tmp_path / "run", steps=3)
     assert records["state"].shape[1] == 2 + 2 + 32
     features = records["state"][:, 4:]
     assert features.std(0).min() > 0
@@ -117,7 +84,7 @@ def test_a_base_that_sees_images_is_improved_through_its_features(tmp_path):
 def test_a_residual_solves_what_its_base_does_not(tmp_path):
     """The base moves right too slowly to arrive within the horizon."""
     base = make_base(tmp_path / "base", drift=0.15)
-    config = config_of(tmp_path / "run", base, batch=64, warmup_steps=60, options={"xi": 0.8})
+    config = improving_config(tmp_path / "run", base, batch=64, warmup_steps=60, options={"xi": 0.8})
     config.trainer.learning_rate, config.sac.gamma, config.sac.actor_after, config.utd = 3e-3, 0.9, 20, 4.0
     config.eval_data = {"held_out": EpisodeSetConfig(tasks=["right"], split="held_out", layouts=10)}
     config.evaluation.videos = 0
@@ -160,12 +127,12 @@ trainer: {{steps: 2, threads: 1}}
 def test_what_does_not_fit_is_refused_before_a_step(tmp_path):
     base = make_base(tmp_path / "base")
     with pytest.raises(UserError, match=r"set model\.options\.base to its folder"):
-        RobotSacRecipe(config_of(tmp_path, ""))
-    config = config_of(tmp_path, base)
+        RobotSacRecipe(improving_config(tmp_path, ""))
+    config = improving_config(tmp_path, base)
     config.warmup = "random"
     with pytest.raises(UserError, match="warmup is 'random', but the policy improves a frozen base"):
         RobotSacRecipe(config)
     with pytest.raises(UserError, match="prior data has no actions of the frozen base"):
-        RobotSacRecipe(config_of(tmp_path, base, prior=PriorConfig(path=str(tmp_path))))
+        RobotSacRecipe(improving_config(tmp_path, base, prior=PriorConfig(path=str(tmp_path))))
     with pytest.raises(UserError, match="warmup is 'base', but the policy has no frozen base"):
         RobotSacRecipe(sac_config(tmp_path, warmup="base"))
