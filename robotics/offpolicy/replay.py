@@ -33,14 +33,14 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.runs.checkpoint import link_or_copy
-from robotics.data.features import ACTION, STATE, SUCCESS
+from robotics.data.features import ACTION, FULL_STATE, STATE, SUCCESS
 from robotics.data.layout import DATA_PATH, INFO_PATH, dataset_file, named_errors
 from robotics.data.reader import LeRobotReader
 from robotics.data.tables import column_array, read_table
 from robotics.data.writer import EpisodeWriter
 from robotics.offpolicy.transitions import Experience, TransitionFile, TransitionForm
 
-FULL, NEXT = "observation.environment_state", "next."
+NEXT = "next."
 STEPS, REWARDS, TERMINATED, TASK = "action.steps", "next.reward", "next.terminated", "task.number"
 NOISE = "action.noise"
 INDEX_FILE = "index.bin"
@@ -60,7 +60,7 @@ def replay_features(form: TransitionForm, state_names: Sequence[str] | None = No
     features |= {TERMINATED: part(1, dtype="bool"), TASK: part(1, dtype="int32")}
     features |= {NOISE: part(*form.noise)} if form.noise else {}
     # a simulator without a full state has no such columns
-    return features | ({FULL: part(form.full), NEXT + FULL: part(form.full)} if form.full else {})
+    return features | ({FULL_STATE: part(form.full), NEXT + FULL_STATE: part(form.full)} if form.full else {})
 
 
 class Replay:
@@ -158,7 +158,7 @@ class Replay:
             TERMINATED: records["terminated"],
             TASK: records["task"],
         }
-        columns |= {FULL: records["full"], NEXT + FULL: records["next_full"]} if self.form.full else {}
+        columns |= {FULL_STATE: records["full"], NEXT + FULL_STATE: records["next_full"]} if self.form.full else {}
         columns |= {} if episode.noise is None else {NOISE: episode.noise}
         actions = episode.actions[:, 0] if self.form.chunk == 1 else episode.actions
         task = episode.instruction
@@ -196,7 +196,7 @@ def read_records(dataset: Path, form: TransitionForm) -> NDArray[np.void]:
     records = np.zeros(len(columns["index"]), form.dtype)
     with named_errors(f"the replay in {dataset}"):
         _check_order(reader, columns)
-        for name, key in (("state", STATE), ("full", FULL)):
+        for name, key in (("state", STATE), ("full", FULL_STATE)):
             if key in wanted:
                 # vectors of a single entry are stored as numbers
                 for to, column in ((name, columns[key]), (f"next_{name}", columns[NEXT + key])):

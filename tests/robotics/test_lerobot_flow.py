@@ -19,6 +19,7 @@ from torch.distributions import Normal
 from mmrl.cli import main
 from mmrl.errors import UserError
 from robotics.policies.base.action_policy import PolicyInputs, open_policy
+from robotics.policies.improved import SteeredPolicy, SteeredPolicyConfig
 from robotics.policies.lerobot import lerobot_server
 from robotics.policies.lerobot.flow import LeRobotFlowConfig, LeRobotFlowPolicy
 from tests.robotics import lerobot_flows, lerobot_policies
@@ -103,6 +104,21 @@ def test_steps_are_scored_with_the_gradient_of_the_served_weights(policy, temper
     torch.testing.assert_close(policy.expert["head/gain"].grad, gain.grad, rtol=1e-4, atol=1e-3)
     found = policy.expert["head/shift"].grad
     torch.testing.assert_close(found, shift.grad if scored == "chain" else torch.zeros(1), rtol=1e-4, atol=1e-3)
+
+
+def test_a_steered_flow_starts_from_the_chosen_noise(policy, tmp_path):
+    """With lerobot's padding: the noise has more entries than an action."""
+    config = SteeredPolicyConfig(1, 1, bound=2.0, n_action_steps=2)
+    config.encoder.width, config.encoder.layers = 16, 1
+    steered = SteeredPolicy.improve(policy, config, 2, ["go"])
+    choice = steered.act(inputs(), seeded())
+    start = 2.0 * steered.chosen(choice.decisions)
+    assert (policy.noise_shape, tuple(start.shape), tuple(choice.actions.shape)) == ((4, 2), (3, 4, 2), (3, 2, 1))
+    own = policy.act(inputs(), seeded(), greedy=True, start=start)
+    torch.testing.assert_close(own.decisions[:, 0], start.flatten(1))
+    assert torch.equal(own.actions[:, :2], choice.actions)
+    steered.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/base/policy.json").read_text())["kind"] == "lerobot_flow"
 
 
 def test_copies_share_the_process_and_keep_their_own_weights(policy):
