@@ -109,7 +109,7 @@ def test_steps_are_scored_with_the_gradient_of_the_served_weights(policy, temper
 def test_a_steered_flow_starts_from_the_chosen_noise(policy, tmp_path):
     """With lerobot's padding: the noise has more entries than an action."""
     config = SteeredPolicyConfig(1, 1, bound=2.0, n_action_steps=2)
-    config.encoder.width, config.encoder.layers = 16, 1
+    config.encoder.width, config.encoder.layers = 32, 1
     steered = SteeredPolicy.improve(policy, config, 2, ["go"])
     choice = steered.act(inputs(), seeded())
     start = 2.0 * steered.chosen(choice.decisions)
