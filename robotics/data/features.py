@@ -23,6 +23,11 @@ if TYPE_CHECKING:
 
 
 STATE, ACTION, SUCCESS = "observation.state", "action", "next.success"
+FULL = "observation.environment_state"
+"""The simulator's full state before each action."""
+EXECUTED = "complementary_info.executed_action"
+"""Executed actions of demonstrations whose `action` is the expert's, without noise. LeRobot takes every name that
+begins with `action` for a policy's output, and leaves this one alone."""
 IMAGE_PREFIX = "observation.images."
 MOST_AXES = 5
 """Maximum number of axes of a numeric feature, which lerobot stores as Array2D to Array5D."""

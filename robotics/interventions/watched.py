@@ -62,6 +62,22 @@ class WatchedEpisode:
         return sum(now and not before for before, now in zip([False, *self.by_person], self.by_person, strict=False))
 
 
+def intervention_rewards(by_person: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Rewards (T,) of an episode that only say when an overseer took over.
+
+    -1 for a step of the policy after which the overseer takes over, 0 for all others. A task reward is not needed. An
+    overseer who acts from the first step on did not take over from anybody.
+
+    Args:
+        by_person: (T,) whether the overseer chose the action of each control step of the episode.
+
+    Source: RLIF, arXiv 2311.12996. pd-perry/RLIF examples/train_rlif_main.py has the same rewards, but drops
+        the last step of each episode and all but the last step of an intervention.
+    """
+    follows = np.append(by_person[1:], False)
+    return -(follows & ~by_person).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class JournalStep:
     """A control step of an interrupted episode."""

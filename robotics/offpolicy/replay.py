@@ -32,14 +32,14 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.runs.checkpoint import link_or_copy
-from robotics.data.features import ACTION, STATE, SUCCESS
+from robotics.data.features import ACTION, FULL, STATE, SUCCESS
 from robotics.data.layout import DATA_PATH, INFO_PATH, dataset_file, named_errors
 from robotics.data.reader import LeRobotReader
 from robotics.data.tables import column_array, read_table
 from robotics.data.writer import EpisodeWriter
 from robotics.offpolicy.transitions import Experience, TransitionFile, TransitionForm
 
-FULL, NEXT = "observation.environment_state", "next."
+NEXT = "next."
 STEPS, REWARDS, TERMINATED, TASK = "action.steps", "next.reward", "next.terminated", "task.number"
 INDEX_FILE = "index.bin"
 DATASET = "dataset"

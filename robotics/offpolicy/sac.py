@@ -45,6 +45,7 @@ from mmrl.core.payload import per_decision, sum_of_bits, to_device, to_host
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, choice, rare
+from mmrl.runs.fingerprint import content_digest
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import HeapTrimmer, Streams, make_generator
 from mmrl.training.recipe import Reference, Step
@@ -70,6 +71,7 @@ from robotics.sim.interface import interface_of
 
 LOGGER = logging.getLogger("mmrl")
 CRITIC_STATES = ("full", "policy")
+WARMUPS = ("random", "policy")
 UNUSED = (
     *("minibatches_per_step", "epochs", "micro_batch", "schedule", "warmup_steps", "final_learning_rate"),
     *("weight_decay", "mixed_precision", "sharding", "gathered"),
@@ -99,7 +101,7 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
     """Updates of the critics per decision of the policy; fractions are carried over to the next step."""
     warmup_steps: int = bounded(1000, at_least=1)
     """Control steps before the first update, rounded up to whole episodes."""
-    warmup: str = choice("random", ("random", "policy"))
+    warmup: str = choice("random", WARMUPS)
     """Actions of the warm-up: random = uniform; policy = as always, for a policy that was trained before."""
     capacity: int = rare(bounded(1_000_000, at_least=1))
     """Number of newest transitions that batches are drawn from. Older ones stay on disk."""
@@ -136,6 +138,8 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
             raise ValueError(
                 f"sim.image_size is {self.sim.image_size}, but robot_sac learns from states; set sim.image_size=0"
             )
+        if self.sac.demo_bc and not self.prior.path:
+            raise ValueError(f"sac.demo_bc is {self.sac.demo_bc:g}, but there are no demonstrations; set prior.path")
 
 
 @dataclass
@@ -207,7 +211,7 @@ class SacUpdater:
             except NonFiniteError as error:
                 self._skip(error, step)
         self._due -= int(self._due)
-        self.optimiser_step = self.learner.updates // config.sac.actor_every
+        self.optimiser_step = self.learner.updates // (self.learner.settings.actor_every or 1)
         self.heap.trim()
         return over_updates(taken) | self._counts()
 
@@ -286,13 +290,20 @@ class RobotSacRecipe(RobotRecipe):
             )
         self.tasks = dict(self.sim.tasks())
         full = getattr(self.sim, "full_state_size", 0) if config.critic_state == "full" else 0
-        self.form = TransitionForm(self.sim.state_size, full, self.policy.chunk, self.policy.action_size)
+        sizes = (self.sim.state_size, full, self.policy.chunk, self.policy.action_size)
+        self.form = TransitionForm(*sizes, demonstrated=config.sac.demo_bc > 0)
         self._prior = prior_records(config.prior, self.form, self.sim) if config.prior.path else None
+        # now, because a run takes the records away
+        self._prior_digest = [] if self._prior is None else [content_digest([self._prior])]
         self._random = UniformPolicy(self.policy.chunk, self.policy.action_size)
 
     def make_objective(self) -> Objective:
         """None of its blocks is used: the loss is that of `SacUpdater`."""
         return make_objective(ObjectiveConfig(preset="sft"))
+
+    def data_digest(self) -> str:
+        """Digest of the initial states and the prior data."""
+        return content_digest([self.train_tasks, *self._prior_digest])
 
     @property
     def keeps_sampled_logp(self) -> bool:
@@ -413,6 +424,7 @@ class RobotSacRecipe(RobotRecipe):
             terminated=part(records["terminated"]),
             task=part(records["task"].astype(np.int64)),
             prior=part(np.arange(len(records)) >= len(records) - prior),
+            demonstrated=part(records["demonstrated"]) if self.form.demonstrated else None,
         )
 
     def inputs(self, states: Tensor, task: Tensor) -> PolicyInputs:
@@ -444,7 +456,8 @@ class RobotSacRecipe(RobotRecipe):
         betas = (trainer.betas[0], trainer.betas[1])
         rates = Rates(trainer.learning_rate, betas, trainer.adam_eps, trainer.max_grad_norm)
         ensemble = ensemble.to(self.policy.device)
-        return SacLearner(self.policy, ensemble, config.sac, rates, self.inputs, self.critic_states)
+        settings = dataclasses.replace(config.sac, actor_every=config.sac.actor_every or max(1, round(config.utd)))
+        return SacLearner(self.policy, ensemble, settings, rates, self.inputs, self.critic_states)
 
     def scale(self, learner: SacLearner) -> None:
         """Standardise states by those of the replay and of prior data; a loaded policy keeps its own scale."""
@@ -473,11 +486,12 @@ class RobotSacRecipe(RobotRecipe):
         chosen = f"a subset of {sac.critics.subset}" if sac.critics.subset else "all"
         entropy = " - alpha log pi(a'|o')" if sac.entropy_in_target else ""
         lines = [
-            "robot_sac: critics minimise mean (Q(s, a) - y)^2",
+            f"{self.config.recipe}: critics minimise mean (Q(s, a) - y)^2",
             f"  y = R + {sac.gamma:g}^h (1 - d) (min Q'(s', a'){entropy}), h of {self.form.chunk} steps executed",
             f"  min over {chosen} of {sac.critics.count} critics",
             f"  actor minimises mean (alpha log pi(a|o) - {sac.actor_values} Q(s, a)), a ~ pi",
             f"  alpha keeps the entropy at {sac.temperature.target_entropy:g} nats per entry of an action",
+            *([f"  the actor also imitates demonstrations, with the weight {sac.demo_bc:g}"] if sac.demo_bc else []),
         ]
         return "\n".join(lines)
 

@@ -34,6 +34,8 @@ class TransitionForm:
     """K."""
     action: int
     """A."""
+    demonstrated: bool = False
+    """Whether records of demonstrations also have the actions to imitate, which may differ from the executed ones."""
 
     @property
     def dtype(self) -> np.dtype[np.void]:
@@ -42,6 +44,7 @@ class TransitionForm:
         seen = [(name, np.float32, (size,)) for name, size in sized]
         following = [(f"next_{name}", np.float32, (size,)) for name, size in sized]
         chunk = [("actions", np.float32, (self.chunk, self.action)), ("rewards", np.float32, (self.chunk,))]
+        chunk += [("demonstrated", np.float32, (self.chunk, self.action))] if self.demonstrated else []
         # the reward before the chunk, for rewards that are differences of a potential
         numbers = [("before", np.float32), ("steps", np.int32), ("task", np.int32)]
         return np.dtype([*seen, *chunk, *following, *numbers, ("terminated", np.bool_), ("success", np.bool_)])
@@ -109,6 +112,8 @@ class TransitionBatch:
     """(B,) int64."""
     prior: Tensor
     """(B,) bool, whether a transition is of prior data."""
+    demonstrated: Tensor | None = None
+    """(B, K, A) actions to imitate, for transitions of demonstrations; None if nothing reads them."""
 
 
 class TransitionFile:

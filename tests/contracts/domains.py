@@ -56,7 +56,7 @@ def domain_of(recipe: str) -> Domain:
 
 def make_low(name: str, precision: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Configuration of a recipe in bf16 or fp16, without evaluations; skips what has none and missing modules."""
-    if name in ("hnpg", "robot_sac"):
+    if name in ("hnpg", *ONE_PROCESS):
         pytest.skip("natural-gradient steps and critics of a replay use full precision")
     domain = domain_of(name)
     for module in domain.needs:
@@ -393,9 +393,20 @@ def _cloning(folder: Path) -> dict[str, Any]:
 
 
 def _offpolicy(name: str, folder: Path) -> Any:
-    from tests.robotics.offpolicy.line_sac import sac_config
+    from tests.robotics.offpolicy.line_sac import rlpd_config, sac_config
 
-    config = sac_config(folder / "run", checkpoint=CheckpointConfig(every=1))
+    if name == "robot_rlpd":
+        from robotics.offpolicy.prior import PriorConfig
+
+        config = rlpd_config(
+            folder / "run",
+            checkpoint=CheckpointConfig(every=1),
+            prior=PriorConfig(path=str(demonstrate_line(folder))),
+            warmup_steps=6,
+        )
+        config.sac.demo_bc, config.sac.demo_bc_updates = 1.0, 1000
+    else:
+        config = sac_config(folder / "run", checkpoint=CheckpointConfig(every=1))
     config.trainer.steps = 2
     return config
 
@@ -430,7 +441,7 @@ DOMAINS = {
     "robotics": Domain("robot_grpo", "robotics.methods.robot_recipe", _robotics),
 }
 
-ONE_PROCESS = ("robot_sac",)
+ONE_PROCESS = ("robot_sac", "robot_rlpd")
 """Recipes that refuse more than one process; `tests/robotics/offpolicy/test_sac_recipe.py` has the refusal."""
 OFFPOLICY = Domain("robot_grpo", "robotics.offpolicy.sac", _offpolicy)
 """Its updates come from a replay, without an objective; simulator, policy and evaluation are those of robot_grpo."""
