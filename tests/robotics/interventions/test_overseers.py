@@ -9,7 +9,7 @@ from mmrl.errors import UserError
 from robotics.episodes.collect import ActingSettings
 from robotics.interventions.devices import FAILURE, GRIPPER, QUIT, REDO, SUCCESS, TAKE_OVER, DeviceInput
 from robotics.interventions.overseers import OverseerConfig, Person, ScriptedOverseer, axes_of
-from robotics.interventions.watched import JournalStep, run_watched
+from robotics.interventions.watched import JournalStep, intervention_rewards, run_watched
 from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.interventions.scripted import AlwaysPolicy, ExpertLine, FakeDevice, pressed
 from tests.robotics.line_sim import LineSim
