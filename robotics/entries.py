@@ -63,6 +63,12 @@ RECIPES = (
         "Wagenmaker et al., DSRL, arXiv 2506.15799",
     ),
     RecipeEntry(
+        "robot_rlpd",
+        "robotics.offpolicy.rlpd:RobotRlpdRecipe:RobotRlpdConfig",
+        "robot_sac with demonstrations as half of every batch, ten critics and twenty updates per decision",
+        "Ball et al., RLPD, arXiv 2302.02948",
+    ),
+    RecipeEntry(
         "robot_distil",
         "robotics.methods.distillation:RobotDistilRecipe:RobotDistilConfig",
         "distillation of a robot policy from a larger or earlier one, in states that the student itself reaches (OPD)",
@@ -171,7 +177,7 @@ METRICS = {
     "sac/entropy": "Mean of -log pi at sampled actions, in nats per entry of an action.",
     "sac/alpha": "Weight of entropy.",
     "loss/critic": "Mean squared error of the critics.",
-    "loss/actor": "Loss of the actor: alpha log pi - Q at sampled actions.",
+    "loss/actor": "Loss of the actor: alpha log pi - Q at sampled actions, and behaviour cloning if it has a weight.",
     "loss/temperature": "Loss of log alpha.",
     "bc/loss": "Loss of behaviour cloning.",
     "bc/token_accuracy": "Fraction of action tokens whose demonstrated value is the most likely one.",

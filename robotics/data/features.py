@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 STATE, ACTION, SUCCESS = "observation.state", "action", "next.success"
 FULL_STATE = "observation.environment_state"
 """State of the simulator, of which the policy's state may be a part; lerobot has the same name for it."""
+EXECUTED = "complementary_info.executed_action"
+"""Executed actions of demonstrations whose `action` is the expert's, without noise. LeRobot takes every name that
+begins with `action` for a policy's output, and leaves this one alone."""
 IMAGE_PREFIX = "observation.images."
 MOST_AXES = 5
 """Maximum number of axes of a numeric feature, which lerobot stores as Array2D to Array5D."""

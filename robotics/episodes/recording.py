@@ -20,6 +20,7 @@ from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import replaced
 from mmrl.recipes import world_table
+from robotics.data.features import ACTION, EXECUTED, FULL_STATE
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.interface import interface_of
 from robotics.sim.opening import SimConfig, open_sim
@@ -51,7 +52,11 @@ class Demonstration:
     views: list[NDArray[np.uint8]] = field(default_factory=list)
     """(V, H, W, 3) of the additional cameras."""
     actions: list[NDArray[np.float32]] = field(default_factory=list)
-    """(A,) in -1..1."""
+    """(A,) in -1..1, those of the expert."""
+    executed: list[NDArray[np.float32]] = field(default_factory=list)
+    """(A,) in -1..1 as executed, with noise."""
+    full: list[NDArray[np.float32]] = field(default_factory=list)
+    """(F,) full state before each action; none if the simulator does not report it."""
     success: bool = False
     failed: bool = False
     """Whether the simulation failed."""
@@ -72,6 +77,11 @@ class Demonstration:
         further = (np.stack(images) for images in zip(*self.views, strict=True))
         return dict(zip(cameras, [np.stack(self.images), *further], strict=True))
 
+    def columns_of(self, features: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
+        """(T, ...) of those of its parts that `demonstration_features` adds to a dataset."""
+        parts = {EXECUTED: self.executed, FULL_STATE: self.full}
+        return {name: np.stack(values) for name, values in parts.items() if name in features}
+
 
 Act = Callable[["NDArray[np.int64]"], "tuple[NDArray[np.float32], NDArray[np.float32]]"]
 """Live rows (L,) to the actions (L, A) that are recorded and those that are executed."""
@@ -91,15 +101,19 @@ def record_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], act: Act) ->
         # the simulator changes `live` in place while it steps
         rows = sim.live.copy()
         actions, executed = act(rows)
+        executed = np.clip(executed, -1, 1)
+        full = sim.full_state() if hasattr(sim, "full_state") else None
         seen = observation.of(rows)
         for place, row in enumerate(rows.tolist()):
             found[row].states.append(seen.state[place])
             # the recorded action may be the expert's, the executed one with noise
             found[row].actions.append(actions[place])
+            found[row].executed.append(executed[place])
+            found[row].full += [] if full is None else [full[place]]
             found[row].images += [] if seen.images is None else [seen.images[place]]
             found[row].views += [] if seen.views is None else [seen.views[place]]
         # chunks of one action
-        result = sim.step_chunk(np.clip(executed, -1, 1)[:, None])
+        result = sim.step_chunk(executed[:, None])
         observation = result.observation
         for place, row in enumerate(result.rows.tolist()):
             found[row].success |= bool(result.success[place])
@@ -108,8 +122,70 @@ def record_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], act: Act) ->
     return found
 
 
+@dataclass(frozen=True)
+class ActionNoise:
+    """Gaussian noise on the executed actions of an expert, so that its data shows how to recover."""
+
+    std: float = 0.0
+    """Standard deviation, on the scale -1..1."""
+    share: float = 1.0
+    """Fraction of the control steps with noise, drawn at random."""
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        """Reject numbers out of range; raises UserError."""
+        if self.std < 0:
+            raise UserError(f"noise is {self.std}; must be at least 0")
+        if not 0 <= self.share <= 1:
+            raise UserError(f"noise_share is {self.share}; must be 0 to 1")
+
+    def draw(self, rng: np.random.Generator, moves: NDArray[np.bool_]) -> NDArray[np.float32]:
+        """(A,) noise of a control step; none on the entries that `moves` (A,) leaves out."""
+        drawn = self.std * rng.standard_normal(len(moves)) * (rng.random() < self.share) * moves
+        return drawn.astype(np.float32)
+
+
+def demonstration_features(
+    sim: RobotSim, cameras: Mapping[str, tuple[int, int]], noise: float = 0.0, full: bool = False
+) -> dict[str, Any]:
+    """Features of a dataset of an expert's episodes.
+
+    Args:
+        sim: the simulator.
+        cameras: (H, W) of each camera.
+        noise: standard deviation of the noise on executed actions. The dataset then has a column of these, and the
+            `info` of its feature `action` says so.
+        full: whether it has a column of the simulator's full state.
+
+    Raises:
+        UserError: the simulator does not report a full state.
+    """
+    from robotics.episodes.dataset_fit import recorded_features
+
+    features = recorded_features(sim, cameras)
+    if noise:
+        features[EXECUTED] = dict(features[ACTION])
+        # told apart: actions to imitate, and actions that led to the next state
+        features[ACTION] = features[ACTION] | {"info": features[ACTION]["info"] | {"noise": noise}}
+    if full:
+        size = getattr(sim, "full_state_size", 0)
+        if not size:
+            raise UserError("full is true, but this simulator does not report its full state; leave it out")
+        features[FULL_STATE] = {"dtype": "float32", "shape": [size], "names": None}
+    return features
+
+
 def build_demonstrations(
-    path: str, *, sim: Mapping[str, Any], expert: str = "", episodes: int = 50, first_layout: int = 0
+    path: str,
+    *,
+    sim: Mapping[str, Any],
+    expert: str = "",
+    episodes: int = 50,
+    first_layout: int = 0,
+    noise: float = 0.0,
+    noise_share: float = 1.0,
+    seed: int = 0,
+    full: bool = False,
 ) -> Path:
     """Run an expert until enough of its episodes succeed, and write these as a LeRobotDataset.
 
@@ -123,6 +199,13 @@ def build_demonstrations(
             Default: the simulator's own expert, such as Meta-World's.
         episodes: number of successful episodes per task; failed ones are discarded.
         first_layout: number of the first layout, in the split train.
+        noise: standard deviation of noise on the executed actions, on the scale -1..1, so that the data shows how to
+            recover. `action` stays the expert's; `complementary_info.executed_action` is what was executed. Entries
+            whose name contains "gripper" get none.
+        noise_share: fraction of the control steps with noise, drawn at random.
+        seed: seed of the noise.
+        full: whether to store the simulator's full state, as `observation.environment_state`, for a critic that reads
+            it.
 
     Returns:
         The folder.
@@ -131,8 +214,8 @@ def build_demonstrations(
         UserError: an option is wrong, there is no expert, or too few of its episodes succeed.
     """
     from robotics.data import EpisodeWriter
-    from robotics.episodes.dataset_fit import recorded_features
 
+    shaken = ActionNoise(noise, noise_share, seed)
     if episodes < 1:
         raise UserError(f"episodes is {episodes}; must be at least 1")
     check_missing(Path(path))
@@ -141,7 +224,7 @@ def build_demonstrations(
     # a failure midway leaves no half-written dataset
     with replaced(Path(path)) as draft, contextlib.closing(open_sim(config)) as opened:
         size, about = opened.image_size if config.image_size else None, opened.describe()
-        features = recorded_features(opened, {} if size is None else dict.fromkeys(cameras, size))
+        features = demonstration_features(opened, {} if size is None else dict.fromkeys(cameras, size), noise, full)
         rate = interface_of(opened).control_hz
         if rate is None:
             LOGGER.warning(
@@ -152,9 +235,10 @@ def build_demonstrations(
         robot = str(about.get("environment", config.kind))
         with EpisodeWriter(draft, rate or FPS, features, robot) as writer:
             for task, instruction in opened.tasks().items():
-                for seen in _successes(opened, task, instruction, episodes, first_layout):
-                    states = np.stack(seen.states) if opened.state_size else None
-                    writer.add_episode(states, np.stack(seen.actions), seen.images_of(cameras), instruction, True)
+                for seen in _successes(opened, task, instruction, episodes, first_layout, shaken):
+                    states, images = np.stack(seen.states) if opened.state_size else None, seen.images_of(cameras)
+                    extra = seen.columns_of(features)
+                    writer.add_episode(states, np.stack(seen.actions), images, instruction, True, extra)
     return Path(path)
 
 
@@ -176,7 +260,27 @@ def _with_expert(config: SimConfig, expert: str) -> SimConfig:
     return replace(config, options={**config.options, "adapter": adapter})
 
 
-def _successes(sim: RobotSim, task: str, instruction: str, wanted: int, first_layout: int) -> Iterator[Demonstration]:
+def _acting(sim: RobotSim, episodes: Sequence[EpisodeSpec], noise: ActionNoise) -> Act:
+    """The simulator's expert, with noise that depends on seed, task and layout alone."""
+    known: Any = sim
+    ask: Callable[[], NDArray[np.float64]] = known.expert_actions
+    numbers = list(sim.tasks())
+    rngs = [np.random.default_rng([noise.seed, numbers.index(spec.task), spec.layout]) for spec in episodes]
+    names = interface_of(sim).actions or ("",) * sim.action_size
+    moves = np.array(["gripper" not in name for name in names])
+
+    def act(rows: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        actions = ask().astype(np.float32)
+        if not noise.std:
+            return actions, actions
+        return actions, actions + np.stack([noise.draw(rngs[row], moves) for row in rows.tolist()])
+
+    return act
+
+
+def _successes(
+    sim: RobotSim, task: str, instruction: str, wanted: int, first_layout: int, noise: ActionNoise
+) -> Iterator[Demonstration]:
     """Yield `wanted` successful episodes of the expert in a task, in the order of their layouts."""
     if not hasattr(sim, "expert_actions"):
         builder = world_table("DEMONSTRATIONS")["tabletop"]
@@ -184,7 +288,6 @@ def _successes(sim: RobotSim, task: str, instruction: str, wanted: int, first_la
             "this simulator has no built-in expert; pass one with sim.kind gymnasium, or build demonstrations of "
             f"the tabletop tasks with {builder}"
         )
-    ask: Callable[[], NDArray[np.float64]] = sim.expert_actions
     # an expert that rarely succeeds ends with an error instead of running forever
     limit, last = sim.layouts()["train"], first_layout + TRIES * wanted
     last = last if limit is None else min(last, limit)
@@ -196,7 +299,7 @@ def _successes(sim: RobotSim, task: str, instruction: str, wanted: int, first_la
         count = min(sim.capacity or BATCH, wanted - ends["success"], last - layout)
         specs = [EpisodeSpec(task, instruction, number) for number in range(layout, layout + count)]
         layout += count
-        for seen in record_episodes(sim, specs, lambda rows: (ask().astype(np.float32),) * 2):
+        for seen in record_episodes(sim, specs, _acting(sim, specs, noise)):
             ends[seen.ending] += 1
             reason = reason or seen.reason
             if seen.success and not seen.failed:

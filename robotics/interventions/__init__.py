@@ -11,7 +11,7 @@ _NAMES = {
     "robotics.interventions.pacing": ("ControlRate", "Pacer"),
     "robotics.interventions.record": ("InterventionRecord",),
     "robotics.interventions.session": ("intervene",),
-    "robotics.interventions.watched": ("WatchedEpisode", "run_watched"),
+    "robotics.interventions.watched": ("WatchedEpisode", "intervention_rewards", "run_watched"),
 }
 
 __getattr__, __dir__, __all__ = lazy_names(__name__, _NAMES)

@@ -172,7 +172,7 @@ class InterventionRecord:
             REWARD: np.array(episode.rewards, np.float32)[:, None],
             DONE: np.arange(len(episode))[:, None] == len(episode) - 1,
         }
-        extra |= {FULL_STATE: np.stack(episode.full_states)} if FULL_STATE in self._writer.features else {}
+        extra |= episode.columns_of(self._writer.features)
         images = episode.images_of(self._cameras) if self._cameras else {}
         states = np.stack(episode.states) if self._sim.state_size else None
         task = episode.episode.instruction or episode.episode.task

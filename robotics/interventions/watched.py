@@ -31,8 +31,6 @@ class WatchedEpisode(Demonstration):
     """One episode of T control steps, whoever chose the actions."""
 
     episode: EpisodeSpec = field(kw_only=True)
-    full_states: list[NDArray[np.float32]] = field(default_factory=list)
-    """(F,) full state of the simulator before each action; none if it does not report it."""
     by_person: list[bool] = field(default_factory=list)
     """Whether the overseer chose the action."""
     rewards: list[float] = field(default_factory=list)
@@ -49,6 +47,22 @@ class WatchedEpisode(Demonstration):
     def starts(self) -> int:
         """Number of interventions: how often the overseer took over."""
         return sum(now and not before for before, now in zip([False, *self.by_person], self.by_person, strict=False))
+
+
+def intervention_rewards(by_person: NDArray[np.bool_]) -> NDArray[np.float32]:
+    """Rewards (T,) of an episode that only say when an overseer took over.
+
+    -1 for a step of the policy after which the overseer takes over, 0 for all others. A task reward is not needed. An
+    overseer who acts from the first step on did not take over from anybody.
+
+    Args:
+        by_person: (T,) whether the overseer chose the action of each control step of the episode.
+
+    Source: RLIF, arXiv 2311.12996. pd-perry/RLIF examples/train_rlif_main.py has the same rewards, but drops
+        the last step of each episode and all but the last step of an intervention.
+    """
+    follows = np.append(by_person[1:], False)
+    return -(follows & ~by_person).astype(np.float32)
 
 
 class _Plans:
@@ -163,7 +177,7 @@ def _keep(
         one.states.append(observation.state[place])
         one.images += [] if observation.images is None else [observation.images[place]]
         one.views += [] if observation.views is None else [observation.views[place]]
-        one.full_states += [] if full_state is None else [full_state[place]]
+        one.full += [] if full_state is None else [full_state[place]]
         one.actions.append(executed.actions[place])
         one.by_person.append(bool(executed.acts[place]))
         one.rewards.append(float(result.rewards[place, 0]))

@@ -46,6 +46,7 @@ from mmrl.core.payload import per_decision, sum_of_bits, to_device, to_host
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, choice, rare
+from mmrl.runs.fingerprint import content_digest
 from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import HeapTrimmer, Streams, make_generator
 from mmrl.training.recipe import Reference, Step
@@ -141,6 +142,8 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
             raise ValueError(
                 f"sim.image_size is {self.sim.image_size}, but {self.recipe} learns from states; set sim.image_size=0"
             )
+        if self.sac.demo_bc and not self.prior.path:
+            raise ValueError(f"sac.demo_bc is {self.sac.demo_bc:g}, but there are no demonstrations; set prior.path")
 
 
 @dataclass
@@ -309,14 +312,21 @@ class RobotSacRecipe(RobotRecipe):
         self.tasks = dict(self.sim.tasks())
         full = getattr(self.sim, "full_state_size", 0) if config.critic_state == "full" else 0
         seen = self.policy.config.encoder.state_size or self.sim.state_size
-        self.form = TransitionForm(seen, full, self.policy.chunk, self.policy.action_size, self.policy.noise_chosen)
+        sizes = (seen, full, self.policy.chunk, self.policy.action_size)
+        self.form = TransitionForm(*sizes, self.policy.noise_chosen, demonstrated=config.sac.demo_bc > 0)
         self._prior = prior_records(config.prior, self.form, self.sim) if config.prior.path else None
+        # now, because a run takes the records away
+        self._prior_digest = [] if self._prior is None else [content_digest([self._prior])]
         uniform = UniformPolicy(self.policy.chunk, self.policy.action_size)
         self._first = {"random": uniform, "base": improved and BaseActs(improved)}.get(config.warmup)
 
     def make_objective(self) -> Objective:
         """None of its blocks is used: the loss is that of `SacUpdater`."""
         return make_objective(ObjectiveConfig(preset="sft"))
+
+    def data_digest(self) -> str:
+        """Digest of the initial states and the prior data."""
+        return content_digest([self.train_tasks, *self._prior_digest])
 
     @property
     def keeps_sampled_logp(self) -> bool:
@@ -469,6 +479,7 @@ class RobotSacRecipe(RobotRecipe):
             terminated=part(records["terminated"]),
             task=part(records["task"].astype(np.int64)),
             prior=part(np.arange(len(records)) >= len(records) - prior),
+            demonstrated=part(records["demonstrated"]) if self.form.demonstrated else None,
         )
 
     def inputs(self, states: Tensor, task: Tensor) -> PolicyInputs:
@@ -500,7 +511,8 @@ class RobotSacRecipe(RobotRecipe):
         betas = (trainer.betas[0], trainer.betas[1])
         rates = Rates(trainer.learning_rate, betas, trainer.adam_eps, trainer.max_grad_norm)
         ensemble = ensemble.to(self.policy.device)
-        return SacLearner(self.policy, ensemble, config.sac, rates, self.inputs, self.critic_states)
+        settings = dataclasses.replace(config.sac, actor_every=config.sac.actor_every or max(1, round(config.utd)))
+        return SacLearner(self.policy, ensemble, settings, rates, self.inputs, self.critic_states)
 
     def scale(self, learner: SacLearner) -> None:
         """Standardise states by those of the replay and of prior data; a loaded policy keeps its own scale."""
@@ -534,6 +546,7 @@ class RobotSacRecipe(RobotRecipe):
             f"  min over {chosen} of {sac.critics.count} critics",
             f"  actor minimises mean (alpha log pi(a|o) - {sac.actor_values} Q(s, a)), a ~ pi",
             f"  alpha keeps the entropy at {sac.temperature.target_entropy:g} nats per entry of an action",
+            *([f"  the actor also imitates demonstrations, with the weight {sac.demo_bc:g}"] if sac.demo_bc else []),
         ]
         return "\n".join(lines)
 

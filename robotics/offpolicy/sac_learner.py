@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mmrl.fields import bounded, choice, rare
+from mmrl.fields import SET, bounded, choice, only_with, rare
 from robotics.offpolicy.q_ensemble import QEnsemble
 from robotics.offpolicy.sac_losses import (
     LOG_ALPHA,
@@ -90,14 +90,20 @@ class SacSettings:
     """Discount of a control step; a chunk of which h steps were executed is discounted by gamma^h."""
     tau: float = bounded(0.005, above=0, at_most=1)
     """Share by which the target critics move to the critics after each update."""
-    actor_every: int = bounded(1, at_least=1)
-    """Number of updates of the critics for each one of the actor and the temperature; 20 in REDQ and RLPD."""
+    actor_every: int | None = bounded(1, at_least=1)
+    """Number of updates of the critics for each one of the actor and the temperature; 20 in REDQ and RLPD. null = as
+    many as follow a decision: `utd` rounded, at least 1."""
     actor_after: int = bounded(0, at_least=0)
     """Number of updates of the critics alone before the first one of the actor."""
     actor_values: str = choice("min", ACTOR_VALUES)
     """Value that the actor maximises: the minimum of all critics, as in SAC, or their mean, as in REDQ and RLPD."""
     entropy_in_target: bool = True
     """Whether future entropy counts in the targets. false: the actor still has it as a bonus."""
+    demo_bc: float = bounded(0.0, at_least=0)
+    """Weight of behaviour cloning of the batch's demonstrations in the loss of the actor; 0 = none. Its loss is that of
+    `model.options.cloning`, by default the mean squared error of the tanh of the mean."""
+    demo_bc_updates: int = only_with(bounded(0, at_least=0), demo_bc=SET)
+    """Updates of the critics after which this weight has fallen to 0, linearly; 0 = it stays."""
     critics: QSettings = field(default_factory=QSettings)
     """The critics."""
     temperature: TemperatureSettings = field(default_factory=TemperatureSettings)
@@ -109,6 +115,11 @@ class SacSettings:
             raise ValueError(
                 f"critics.subset is {self.critics.subset}, but there are only {self.critics.count} critics"
             )
+
+    def demo_bc_after(self, updates: int) -> float:
+        """Weight of behaviour cloning after some updates of the critics."""
+        left = max(0.0, 1 - updates / self.demo_bc_updates) if self.demo_bc_updates else 1.0
+        return self.demo_bc * left
 
 
 @dataclass
@@ -177,7 +188,7 @@ class SacLearner:
     @property
     def actor_updates(self) -> int:
         """Number of updates of the actor."""
-        every = self.settings.actor_every
+        every = self.settings.actor_every or 1
         return max(0, self.updates // every - self.settings.actor_after // every)
 
     @property
@@ -200,7 +211,8 @@ class SacLearner:
         """
         metrics = self._update_critics(batch, generator)
         self.updates += 1
-        if self.updates > self.settings.actor_after and self.updates % self.settings.actor_every == 0:
+        due = self.updates % (self.settings.actor_every or 1) == 0
+        if due and self.updates > self.settings.actor_after:
             metrics |= self._update_actor(batch, generator)
         return metrics
 
@@ -253,6 +265,11 @@ class SacLearner:
         logp = each.sum(1)
         q = self.critics(self._critic_states(batch.full, batch.task), actions)
         loss = actor_loss(q.mean(0) if self.settings.actor_values == "mean" else q.min(0).values, logp, self.alpha)
+        cloned: dict[str, float] = {}
+        weight = self.settings.demo_bc_after(self.updates)
+        if weight and bool(batch.prior.any()):
+            error, cloned = self._imitate(batch)
+            loss = loss + weight * error
         self._step("actor", loss)
         entries = actions[0].numel()
         temperature = temperature_loss(self.log_alpha, logp, self.settings.temperature.target_entropy * entries)
@@ -260,7 +277,15 @@ class SacLearner:
         with torch.no_grad():
             self.log_alpha.clamp_(*LOG_ALPHA)
         found = {"loss/actor": loss, "loss/temperature": temperature, "sac/entropy": -logp.mean() / entries}
-        return _numbers(found) | {"sac/alpha": self.alpha}
+        return _numbers(found) | cloned | {"sac/alpha": self.alpha}
+
+    def _imitate(self, batch: TransitionBatch) -> tuple[Tensor, dict[str, float]]:
+        """Loss of behaviour cloning on the demonstrations of a batch, without repeated actions past their ends."""
+        if batch.demonstrated is None:
+            raise ValueError("demo_bc is set, but the batch has no demonstrated actions")
+        rows, actions = batch.prior, batch.demonstrated[batch.prior]
+        mask = torch.arange(actions.shape[1], device=actions.device) < batch.steps[rows, None]
+        return self.actor.bc_loss(self._inputs(batch.state[rows], batch.task[rows]), actions, mask)
 
     def _step(self, name: str, loss: Tensor) -> None:
         """One step of an optimiser; the gradient goes into its own weights alone."""

@@ -36,6 +36,8 @@ class TransitionForm:
     """A."""
     noise: tuple[int, int] | None = None
     """Shape of the noise that critics judge instead of the actions, for a policy that chooses it; None without."""
+    demonstrated: bool = False
+    """Whether records of demonstrations also have the actions to imitate, which may differ from the executed ones."""
 
     @property
     def judged(self) -> tuple[int, int]:
@@ -49,6 +51,7 @@ class TransitionForm:
         seen = [(name, np.float32, (size,)) for name, size in sized]
         following = [(f"next_{name}", np.float32, (size,)) for name, size in sized]
         chunk = [("actions", np.float32, self.judged), ("rewards", np.float32, (self.chunk,))]
+        chunk += [("demonstrated", np.float32, (self.chunk, self.action))] if self.demonstrated else []
         # the reward before the chunk, for rewards that are differences of a potential
         numbers = [("before", np.float32), ("steps", np.int32), ("task", np.int32)]
         return np.dtype([*seen, *chunk, *following, *numbers, ("terminated", np.bool_), ("success", np.bool_)])
@@ -120,6 +123,8 @@ class TransitionBatch:
     """(B,) int64."""
     prior: Tensor
     """(B,) bool, whether a transition is of prior data."""
+    demonstrated: Tensor | None = None
+    """(B, K, A) actions to imitate, for transitions of demonstrations; None if nothing reads them."""
 
 
 class TransitionFile:

@@ -13,7 +13,15 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.files import replaced
-from robotics.episodes.recording import BATCH, FPS, Demonstration, check_missing, record_episodes
+from robotics.episodes.recording import (
+    BATCH,
+    FPS,
+    ActionNoise,
+    Demonstration,
+    check_missing,
+    demonstration_features,
+    record_episodes,
+)
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.randomization import read_randomization
 
@@ -42,6 +50,7 @@ def build_demonstrations(
     seed: int = 0,
     randomization: Mapping[str, Any] | None = None,
     views: Sequence[str] = (),
+    full: bool = False,
 ) -> Path:
     """Run the experts on the tasks and write their observations and actions as a LeRobotDataset.
 
@@ -49,7 +58,8 @@ def build_demonstrations(
         path: folder to write.
         tasks: keys of `robotics.sim.TASKS`.
         episodes: number of demonstrations per task, from the layouts of the train split.
-        noise: standard deviation of noise on the executed actions, so that the data shows how to recover.
+        noise: standard deviation of noise on the executed actions, so that the data shows how to recover. `action`
+            stays the expert's; `complementary_info.executed_action` is what was executed.
         noise_share: fraction of the control steps with noise, drawn at random. With noise in every step, the actions of
             a chunk after the first are unpredictable, because they respond to noise that the policy cannot have seen;
             rare and large noise leaves most chunks as the expert intended.
@@ -64,13 +74,13 @@ def build_demonstrations(
             state, the demonstrations hold a policy's observations. The draw of each episode is a line of
             `meta/randomization.jsonl`.
         views: additional cameras of the dataset.
+        full: whether to store the simulator's full state, as `observation.environment_state`, for a critic that reads
+            it.
     """
     from robotics.data import EpisodeWriter
-    from robotics.episodes.dataset_fit import recorded_features
     from robotics.scenes.batch import BatchSettings, TabletopBatch
 
-    if not 0 <= noise_share <= 1:
-        raise UserError(f"noise_share is {noise_share}; must be 0 to 1")
+    ActionNoise(noise, noise_share)  # raises
     size = (image_size, image_size) if image_size else None
     drawn = read_randomization(randomization)
     settings = BatchSettings(image_size=size, camera=camera, state=state, randomization=drawn, views=tuple(views))
@@ -78,7 +88,7 @@ def build_demonstrations(
     ends: Counter[str] = Counter()
     check_missing(Path(path))
     with replaced(Path(path)) as partial, TabletopBatch(list(tasks), arm, settings) as sim:
-        features = recorded_features(sim, cameras)
+        features = demonstration_features(sim, cameras, noise, full)
         with EpisodeWriter(partial, FPS, features, arm) as writer:
             for start in range(0, episodes, BATCH):
                 layouts = range(first_layout + start, first_layout + min(start + BATCH, episodes))
@@ -88,7 +98,8 @@ def build_demonstrations(
                     if seen.success or (keep_failures and not seen.failed):
                         states, actions = np.stack(seen.states), np.stack(seen.actions)
                         images = seen.images_of(list(cameras))
-                        number = writer.add_episode(states, actions, images, spec.instruction, seen.success)
+                        extra = seen.columns_of(features)
+                        number = writer.add_episode(states, actions, images, spec.instruction, seen.success, extra)
                         if seen.drawn:
                             _note_draws(partial, {"episode_index": number, "layout": spec.layout, "drawn": seen.drawn})
         failures = ", ".join(f"{count} {ending}" for ending, count in ends.items() if ending != "success")

@@ -393,11 +393,16 @@ def _cloning(folder: Path) -> dict[str, Any]:
 
 
 def _offpolicy(name: str, folder: Path) -> Any:
-    from tests.robotics.offpolicy.line_sac import improving_config, make_base, sac_config
+    from robotics.offpolicy.prior import PriorConfig
+    from tests.robotics.offpolicy.line_sac import improving_config, make_base, rlpd_config, sac_config
 
     kept = CheckpointConfig(every=1)
     if name == "robot_sac":
         config = sac_config(folder / "run", checkpoint=kept)
+    elif name == "robot_rlpd":
+        prior = PriorConfig(path=str(demonstrate_line(folder)))
+        config = rlpd_config(folder / "run", checkpoint=kept, prior=prior, warmup_steps=6)
+        config.sac.demo_bc, config.sac.demo_bc_updates = 1.0, 1000
     else:
         base = make_base(folder / "base", "flow")
         kind = {"robot_residual": "residual", "robot_dsrl": "steered"}[name]
@@ -436,7 +441,7 @@ DOMAINS = {
     "robotics": Domain("robot_grpo", "robotics.methods.robot_recipe", _robotics),
 }
 
-ONE_PROCESS = ("robot_sac", "robot_residual", "robot_dsrl")
+ONE_PROCESS = ("robot_sac", "robot_rlpd", "robot_residual", "robot_dsrl")
 """Recipes that refuse more than one process; `tests/robotics/offpolicy/test_sac_recipe.py` has the refusal."""
 OFFPOLICY = Domain("robot_grpo", "robotics.offpolicy.sac", _offpolicy)
 """Its updates come from a replay, without an objective; simulator, policy and evaluation are those of robot_grpo."""

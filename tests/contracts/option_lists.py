@@ -113,6 +113,18 @@ ROBOT = {
     "model.options.label_smoothing": "for learning from demonstrations",
     "model.options.label_spread": "for learning from demonstrations",
 }
+OFFPOLICY = {
+    **dict.fromkeys(
+        (
+            *("model.options.encoder.channels", "model.options.encoder.keypoints"),
+            *("model.options.encoder.octaves", "model.options.encoder.condition_queries"),
+            "model.options.encoder.words",
+        ),
+        "for images, which robot_sac has none of, and a limit",
+    ),
+    "capacity": "the replay of a tiny run is smaller; tests/robotics/offpolicy/test_sac_recipe.py",
+    "critic_state": "the full state of the walk's simulator is that of the policy",
+}
 JPEG = "the reward of the walk reads no prompts"
 EDITED = {
     f"eval_data.<name>.{name}": "the recipes that sample edit images, which are read by the same code"
@@ -311,18 +323,10 @@ OWN: dict[str, dict[str, str]] = {
         ("model.options.label_smoothing", "model.options.label_spread"), "for learning from demonstrations"
     ),
     "robot_ppo": ROBOT,
-    "robot_sac": {
-        **dict.fromkeys(
-            (
-                *("model.options.encoder.channels", "model.options.encoder.keypoints"),
-                *("model.options.encoder.octaves", "model.options.encoder.condition_queries"),
-                "model.options.encoder.words",
-            ),
-            "for images, which robot_sac has none of, and a limit",
-        ),
-        "model.options.cloning": "for learning from demonstrations",
-        "capacity": "the replay of a tiny run is smaller; tests/robotics/offpolicy/test_sac_recipe.py",
-        "critic_state": "the full state of the walk's simulator is that of the policy",
+    "robot_sac": {**OFFPOLICY, "model.options.cloning": "for learning from demonstrations"},
+    "robot_rlpd": {
+        **OFFPOLICY,
+        **dict.fromkeys(("sim.", "eval_data.", "acting."), "robot_sac has the same options"),
     },
     **dict.fromkeys(
         ("robot_residual", "robot_dsrl"),

@@ -5,7 +5,10 @@ import pytest
 
 from mmrl.errors import UserError
 from robotics.data import EpisodeWriter, LeRobotReader, robot_features
+from robotics.data.features import ACTION, EXECUTED, FULL_STATE
 from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, Transition, load_demonstrations
+from robotics.offpolicy.prior import PriorConfig, prior_records
+from robotics.offpolicy.transitions import TransitionForm
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.experts import Expert
 from robotics.sim.episodes import EpisodeSpec
@@ -105,6 +108,29 @@ def test_two_demonstrations_are_written(tmp_path, backend):
         assert episode.images["front"].shape == (len(one.states), 32, 32, 3)
         assert episode.images["front"].std() > 0
     assert [path.name for path in tmp_path.iterdir()] == ["demos"]
+
+
+def test_full_states_and_executed_actions_are_written_on_request(tmp_path):
+    folder = tmp_path / "demos"
+    options = {"episodes": 2, "image_size": 0, "noise": 0.4, "seed": 5, "full": True}
+    reader = LeRobotReader(build_demonstrations(str(folder), **options))
+    assert reader.info["features"][ACTION]["info"]["noise"] == 0.4
+    with Watched(["reach"], settings=BLIND) as sim:
+        run_experts(sim, reach(2), noise=0.4, seed=5)
+    taken, compared = [0] * 2, 0
+    for rows, states, told in sim.told:
+        for row, state, action in zip(rows.tolist(), states, told, strict=True):
+            extra = reader.episode(row).extra
+            np.testing.assert_array_equal(extra[EXECUTED][taken[row]], action)
+            np.testing.assert_array_equal(extra[FULL_STATE][taken[row]], state)
+            taken[row], compared = taken[row] + 1, compared + 1
+    assert compared == sum(map(len, reader)) > 10
+    form = TransitionForm(state=10, full=22, chunk=1, action=5)
+    with TabletopBatch(["reach"], settings=BLIND) as sim:
+        records = prior_records(PriorConfig(path=str(folder)), form, sim)
+    joined = {name: np.concatenate([episode.extra[name] for episode in reader]) for name in (EXECUTED, FULL_STATE)}
+    np.testing.assert_array_equal(records["actions"][:, 0], joined[EXECUTED])
+    np.testing.assert_array_equal(records["full"], joined[FULL_STATE])
 
 
 def test_demonstrations_load_for_cloning(tmp_path):

@@ -9,7 +9,7 @@ from mmrl.errors import UserError
 from robotics.episodes.collect import ActingSettings
 from robotics.interventions.devices import FAILURE, GRIPPER, QUIT, REDO, SUCCESS, TAKE_OVER, DeviceInput
 from robotics.interventions.overseers import OverseerConfig, Person, ScriptedOverseer, Verdict, axes_of
-from robotics.interventions.watched import run_watched
+from robotics.interventions.watched import intervention_rewards, run_watched
 from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.interventions.scripted import AlwaysPolicy, ExpertLine, FakeDevice, pressed
 from tests.robotics.line_sim import LineSim
@@ -39,6 +39,23 @@ def test_one_press_takes_over_and_the_next_one_hands_back():
     assert episode.by_person[:6] == [False, True, True, False, False, False]
     np.testing.assert_allclose(np.array(episode.actions[:5])[:, 0], [-0.1, 0.5, 0.25, -0.1, -0.1], rtol=1e-6)
     assert episode.starts == 1
+
+
+def test_only_the_step_before_a_take_over_is_punished():
+    """By hand, from the rule of RLIF, arXiv 2311.12996."""
+
+    def paid(owners):
+        return intervention_rewards(np.array([owner == "h" for owner in owners])).tolist()
+
+    assert paid("pphhp") == [0, -1, 0, 0, 0]
+    assert paid("phphh") == [-1, 0, -1, 0, 0]
+    # nobody was in control before, and the end of an episode takes over from nobody
+    assert paid("hhpp") == [0, 0, 0, 0]
+    assert paid("p") == [0]
+    episode, _ = watch([IDLE, pressed(TAKE_OVER, x=0.5), pressed(x=0.25), pressed(TAKE_OVER), IDLE])
+    found = intervention_rewards(np.array(episode.by_person))
+    assert found[0] == -1
+    assert found.sum() == -episode.starts
 
 
 def test_two_presses_within_a_control_step_change_nothing():

@@ -9,6 +9,7 @@ from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig
 from mmrl.training.trainer import Trainer
 from robotics.episodes.payload import EpisodeSetConfig
 from robotics.offpolicy.improve import RobotDsrlConfig, RobotResidualConfig
+from robotics.offpolicy.rlpd import RobotRlpdConfig
 from robotics.offpolicy.sac import RobotSacConfig, RobotSacRecipe
 from robotics.offpolicy.sac_learner import QSettings, SacSettings
 from robotics.offpolicy.transitions import Experience, TransitionForm
@@ -42,9 +43,9 @@ def episode(length, seed=0, form=FORM, terminated=False, last=None):
     )
 
 
-def sac_config(folder, cls=RobotSacConfig, **changes):
+def sac_config(folder, kind=RobotSacConfig, **changes):
     settings = {
-        "recipe": "robot_sac",
+        "recipe": "robot_sac" if kind is RobotSacConfig else "robot_rlpd",
         "output_dir": str(folder),
         "sim": SimConfig(kind="tests.robotics.line_sim:open_line", image_size=0),
         "model": ActionPolicyConfig(kind="squashed", chunk=1, options={"encoder": {**TINY, "image_size": None}}),
@@ -56,7 +57,7 @@ def sac_config(folder, cls=RobotSacConfig, **changes):
         "checkpoint": CheckpointConfig(keep=0),
         "tracking": TrackingConfig(quiet=True, tensorboard=False),
     }
-    config = cls(**(settings | changes))
+    config = kind(**(settings | changes))
     config.reward.potential = 1.0
     config.validate()
     return config
@@ -86,6 +87,13 @@ def improving_config(folder, base, kind="residual", **changes):
     sac.actor_after, sac.critics.width = 3, 16
     model = ActionPolicyConfig(kind=kind, options=options)
     return sac_config(folder, cls, **{"recipe": recipe, "model": model, "sac": sac, "utd": 2.0} | changes)
+
+
+def rlpd_config(folder, kind=RobotRlpdConfig, **changes):
+    """A tiny run of robot_rlpd; `prior` is required."""
+    critics = QSettings(count=3, subset=2, layer_norm=True, width=16, layers=1)
+    settings = {"sac": SacSettings(actor_every=None, actor_values="mean", critics=critics), "utd": 1.0}
+    return sac_config(folder, kind, **(settings | changes))
 
 
 def trainer_of(config, folder, steps=4):
