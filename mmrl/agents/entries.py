@@ -68,7 +68,10 @@ METRICS = {
         "truncated ones."
     ),
     "episode/empty": "Fraction of the step's responses that are empty.",
-    "episode/cut": "Fraction of the step's responses truncated at the length limit, and therefore not executed.",
+    "episode/cut": (
+        "Fraction of the step's responses truncated at the length limit. Environments execute nothing of them; agent "
+        "programs get their text without calls."
+    ),
     "episode/calls": "Tool calls per response.",
     "episode/tool_errors/<kind>": "Tool calls per response that ended in an error of a kind, such as timeout.",
     "episode/below_silence": "Fraction of the step's action-only episodes that earned less than doing nothing.",

@@ -6,11 +6,13 @@ import ast
 import hashlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.files import expanded, is_file, own_config, read_sample
+from mmrl.trust import named_code
 from mmrl.workers import given
 from mmrl.workers.loading import GIVEN, LoadError, append_path, find_function
 
@@ -41,6 +43,39 @@ def source_digest(spec: str) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else ""
 
 
+def named_digests(content: Any) -> dict[str, str]:
+    """Digest of each file and each function of the user's that nested content names, by its place (`a.b.0`).
+
+    Of a function, the file that defines it counts. Folders are not read, and the suite's own functions do not count.
+    """
+    code = {place: source_digest(name) for name, place in named_code(content).items()}
+    files = {place: _file_digest(path) for path, place in _named_files(content, "")}
+    return {place: digest for place, digest in (code | files).items() if digest}
+
+
+def _named_files(content: Any, place: str) -> Iterator[tuple[Path, str]]:
+    if isinstance(content, str):
+        path = own_config(expanded(content))
+        # a plain word, such as the name of a method, is no path, even if a file happens to have that name
+        if (path.suffix or len(path.parts) > 1) and is_file(path):
+            yield path, place
+        return
+    if isinstance(content, Mapping):
+        parts = content.items()
+    else:
+        parts = enumerate(content) if isinstance(content, Sequence) and not isinstance(content, bytes) else ()
+    for key, value in parts:
+        yield from _named_files(value, f"{place}.{key}" if place else str(key))
+
+
+def _file_digest(path: Path) -> str:
+    try:
+        content = read_sample(path)
+    except OSError:  # whoever needs it says so
+        return ""
+    return hashlib.sha256(content if isinstance(content, bytes) else repr(content).encode()).hexdigest()[:16]
+
+
 def function_source(spec: str) -> str:
     """Source code of a function by name, found without executing anything; empty if not found."""
     if spec.startswith(f"{GIVEN}:"):
@@ -62,7 +97,7 @@ def _source_file(spec: str) -> Path | None:
         append_path(str(Path.cwd()))
         try:
             found = importlib.util.find_spec(place)
-        except (ImportError, ValueError):
+        except Exception:  # of a package that cannot be imported; loading the function reports it
             found = None
         file = found.origin if found else None
     return Path(file) if file and Path(file).is_file() else None

@@ -265,6 +265,19 @@ _CONSOLES: WeakValueDictionary[int, ConsoleSink] = WeakValueDictionary()
 """Consoles of the runs in this process, the latest last."""
 
 
+_HIDDEN: ContextVar[bool] = ContextVar("hidden", default=False)
+
+
+@contextmanager
+def bars_hidden(hidden: bool) -> Iterator[None]:
+    """Show no progress bar inside the context if `hidden` is set, as with `tracking.quiet`."""
+    token = _HIDDEN.set(hidden)
+    try:
+        yield
+    finally:
+        _HIDDEN.reset(token)
+
+
 @contextmanager
 def progress(unit: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on the terminal, below the run's bar if there is one; nothing if the run shows no bar.
@@ -276,7 +289,7 @@ def progress(unit: str, total: int) -> Iterator[Callable[[int], None]]:
 
     console = Console()
     runs = list(_CONSOLES.values())
-    if in_notebook() or not (runs[-1].bar is not None if runs else console.is_terminal):
+    if _HIDDEN.get() or in_notebook() or not (runs[-1].bar is not None if runs else console.is_terminal):
         yield lambda count: None
         return
     # two live displays on one terminal would draw over each other

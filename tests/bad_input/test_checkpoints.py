@@ -137,3 +137,18 @@ def test_output_folder_that_is_a_file(below, lab, refused):
 )
 def test_output_folders_that_cannot_be(override, message, lab, refused):
     assert message in refused("train", lab.config, override)
+
+
+def test_resume_with_other_contents_of_named_files(lab, mmrl):
+    template, rewards = lab.folder / "mine.jinja", lab.folder / "rewards.py"
+    template.write_text((lab.model / "chat_template.jinja").read_text())
+    settings = [f"model.chat_template={template}", f"rewards=[{{name: mine, function: '{rewards}:no_prompts'}}]"]
+    assert mmrl("train", lab.config, *settings) == (0, [])
+    template.write_text(template.read_text() + "{# another #}")
+    rewards.write_text(rewards.read_text() + "# another\n")
+    code, (warning,) = mmrl("train", lab.config, *settings, "trainer.steps=3", "--resume")
+    assert code == 0
+    assert "contents of model.chat_template " in warning
+    assert "contents of rewards.0.function " in warning
+    assert "contents of data" not in warning
+    assert mmrl("train", lab.config, *settings, "trainer.steps=3", "--resume") == (0, [])
