@@ -380,8 +380,17 @@ class AgentDomain:
         if self.pool.chat:
             return ChatWriter(policy, conversation, self.config.sampler, native)
         if not conversation.tools:
-            return Writer(policy, conversation, system, max_turns=turns)
-        return Writer(policy, conversation, system, self.pool.tools, native, template=template, max_turns=turns)
+            return Writer(policy, conversation, system, max_turns=turns, known=self.pool.tools)
+        return Writer(
+            policy,
+            conversation,
+            system,
+            self.pool.tools,
+            native,
+            template=template,
+            max_turns=turns,
+            known=self.pool.tools,
+        )
 
     def run_episodes(
         self,

@@ -59,7 +59,10 @@ READER = "mmrl.agents.environments.agent_tasks:list_tasks"
 BUILDS_ON = "mmrl.vlm"
 """Package whose metrics the recipes have too."""
 
+TITLES = {"Decisions per sample": "Tokens per episode"}
 METRICS = {
+    "response/length_mean": "Mean number of sampled decisions in an episode: the tokens of all its responses.",
+    "response/length_max": "Maximum number of sampled decisions in an episode of the step.",
     "time/environment": "Seconds of the rollout in which nothing was sampled because all episodes waited.",
     "sampler/idle": "Fraction of the training episodes' time in which the policy neither read nor wrote tokens.",
     "episode/turns": "Mean number of turns of the step's episodes.",

@@ -56,7 +56,7 @@ FAMILIES = {
 ABBREVIATIONS = {"kl": "KL", "lr": "learning rate", "std": "standard deviation", "logp": "log-probability"}
 UNITS = {
     "nats": r".*\bnats\b",
-    "decisions": r".*\b(length|in decisions|decisions in a response)\b",
+    "decisions": r".*\b(length|in decisions|decisions in an? \w+)\b",
     "decisions per second": r".*(over its seconds|decisions of the step per second)",
     "steps": r"Mean (number of )?control steps",
 }

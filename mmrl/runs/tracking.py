@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
@@ -47,7 +48,7 @@ COLUMNS: dict[str, tuple[int, str, *tuple[str, ...]]] = {
     "loss": (9, ".4f", "loss/total"),
     "KL": (9, ".2e", "policy/kl_ref", "policy/kl_old"),
     "entropy": (8, ".3f", "policy/entropy"),
-    "tok/s": (7, ".0f", "tokens/per_second"),
+    "dec/s": (7, ".0f", "tokens/per_second"),
 }
 """Columns of the console: width, format, and metrics, of which the first one available in a step is shown."""
 FAULTS = ("refused", "cut", "overflow", "failed")
