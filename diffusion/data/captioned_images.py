@@ -179,8 +179,8 @@ def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
         if not isinstance(cell, str | ArrowImage) or not isinstance(caption, str):
             columns = ", ".join(row.cells)
             raise UserError(
-                f"{row.place}: expected the text prompt and image, which is a path or an image inside the table, but it "
-                f"has {columns}"
+                f"{row.place}: expected the text prompt and image, a path or an image inside the table, but it has "
+                f"{columns}"
             )
         check_caption(row.place, caption)
         image = ImageFile.of(cell, path.parent, config.max_image_pixels)

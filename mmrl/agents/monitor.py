@@ -286,9 +286,9 @@ def _often_unusable(unreadable: Track, empty: Track) -> str:
     if not unreadable.now > OFTEN:
         return ""
     return (
-        f"{unreadable.now:.0%} of the responses of the last {STEPS} steps were empty ({empty.now:.0%}) or had an invalid "
-        "tool call, which the program does not get as a call; look at the samples in the report; is the model trained "
-        "for tools?"
+        f"{unreadable.now:.0%} of the responses of the last {STEPS} steps were empty ({empty.now:.0%}) or had an "
+        "invalid tool call, which the program does not get as a call; look at the samples in the report; is the model "
+        "trained for tools?"
     )
 
 

@@ -63,7 +63,7 @@ def read_call(text: str, parameters: Parameters = NO_PARAMETERS) -> tuple[str, d
     if not known:
         raise UnreadableError("wrong_shape", f"{name} has an argument without a name; write {name}(name=value)")
     if len(values) > len(known):
-        raise UnreadableError("wrong_shape", f"{name} has {len(values)} arguments without a name; it takes {len(known)}")
+        raise UnreadableError("wrong_shape", f"{name} takes {len(known)} arguments, but {len(values)} are given")
     placed = dict(zip(known, values, strict=False))
     if twice := placed.keys() & arguments.keys():
         raise UnreadableError("duplicate", f"{name} has an argument twice: {', '.join(sorted(twice))}")

@@ -442,9 +442,9 @@ class Writer:
         shown = turns.decode([ids[first:]])[0]
         if text.endswith(shown):
             before = text.removesuffix(shown)
-            # a space that decoding leaves out before the first word
-            spaced = before == " " and first < len(ids) and str(turns.tokenizer.convert_ids_to_tokens(ids[first])).startswith("\u2581")
-            return [*turns.encode_past("" if spaced else before), *ids[first:]]
+            # a space that decoding leaves out before the first word is part of its token
+            word = "".join(turns.tokenizer.convert_ids_to_tokens(ids[first : first + 1]))
+            return [*turns.encode_past("" if before == " " and word.startswith("\u2581") else before), *ids[first:]]
         # The end token is copied from the sampled ids: the turn after it was encoded to follow exactly this token.
         return [*turns.encode_past(text), *(token for token in ids[-1:] if token in self._policy.eos_ids)]
 
