@@ -72,7 +72,7 @@ METRICS = {
     ),
     "episode/empty": "Fraction of the step's responses that are empty.",
     "episode/cut": (
-        "Fraction of the step's responses truncated at the length limit. Environments execute nothing of them; agent "
+        "Fraction of the step's responses truncated at the length limit: environments execute nothing of them, and agent "
         "programs get their text without calls."
     ),
     "episode/calls": "Tool calls per response.",

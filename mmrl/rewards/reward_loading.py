@@ -6,7 +6,7 @@ import ast
 import hashlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +60,11 @@ def _named_files(content: Any, place: str) -> Iterator[tuple[Path, str]]:
         if (path.suffix or len(path.parts) > 1) and is_file(path):
             yield path, place
         return
+    parts: Iterable[tuple[Any, Any]] = ()
     if isinstance(content, Mapping):
         parts = content.items()
-    else:
-        parts = enumerate(content) if isinstance(content, Sequence) and not isinstance(content, bytes) else ()
+    elif isinstance(content, Sequence) and not isinstance(content, bytes):
+        parts = enumerate(content)
     for key, value in parts:
         yield from _named_files(value, f"{place}.{key}" if place else str(key))
 
