@@ -72,8 +72,8 @@ METRICS = {
     ),
     "episode/empty": "Fraction of the step's responses that are empty.",
     "episode/cut": (
-        "Fraction of the step's responses truncated at the length limit: environments execute nothing of them, and agent "
-        "programs get their text without calls."
+        "Fraction of the step's responses truncated at the length limit: environments execute nothing of them, and "
+        "agent programs get their text without calls."
     ),
     "episode/calls": "Tool calls per response.",
     "episode/tool_errors/<kind>": "Tool calls per response that ended in an error of a kind, such as timeout.",

@@ -6,15 +6,15 @@ import ast
 import hashlib
 import importlib.util
 import inspect
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.files import expanded, is_file, own_config, read_sample
-from mmrl.trust import named_code
 from mmrl.workers import given
-from mmrl.workers.loading import GIVEN, LoadError, append_path, find_function
+from mmrl.workers.loading import GIVEN, SUITE, LoadError, append_path, find_function, names_function
 
 
 def load_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
@@ -48,33 +48,38 @@ def named_digests(content: Any) -> dict[str, str]:
 
     Of a function, the file that defines it counts. Folders are not read, and the suite's own functions do not count.
     """
-    code = {place: source_digest(name) for name, place in named_code(content).items()}
-    files = {place: _file_digest(path) for path, place in _named_files(content, "")}
-    return {place: digest for place, digest in (code | files).items() if digest}
+    found = {place: _named_digest(text) for text, place in _texts(content, "")}
+    return {place: digest for place, digest in found.items() if digest}
 
 
-def _named_files(content: Any, place: str) -> Iterator[tuple[Path, str]]:
-    if isinstance(content, str):
-        path = own_config(expanded(content))
-        # a plain word, such as the name of a method, is no path, even if a file happens to have that name
-        if (path.suffix or len(path.parts) > 1) and is_file(path):
-            yield path, place
-        return
+def _texts(content: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Texts in nested content with their places."""
     parts: Iterable[tuple[Any, Any]] = ()
-    if isinstance(content, Mapping):
+    if isinstance(content, str):
+        yield content, place
+    elif isinstance(content, Mapping):
         parts = content.items()
     elif isinstance(content, Sequence) and not isinstance(content, bytes):
         parts = enumerate(content)
     for key, value in parts:
-        yield from _named_files(value, f"{place}.{key}" if place else str(key))
+        yield from _texts(value, f"{place}.{key}" if place else str(key))
 
 
-def _file_digest(path: Path) -> str:
-    try:
-        content = read_sample(path)
-    except OSError:  # whoever needs it says so
+def _named_digest(text: str) -> str:
+    """Digest of the file or function that a text names; empty if it names none."""
+    path = own_config(expanded(text))
+    # a plain word, such as the name of a method, is no path, even if a file happens to have that name
+    if (path.suffix or len(path.parts) > 1) and is_file(path):
+        try:
+            content = read_sample(path)
+        except OSError:  # whoever needs it says so
+            return ""
+        return hashlib.sha256(content if isinstance(content, bytes) else repr(content).encode()).hexdigest()[:16]
+    spec = text.strip()
+    one_word = not re.search(r"\s", spec) or ".py:" in spec
+    if not (one_word and names_function(spec)) or spec.partition(":")[0].partition(".")[0] in SUITE:
         return ""
-    return hashlib.sha256(content if isinstance(content, bytes) else repr(content).encode()).hexdigest()[:16]
+    return source_digest(spec)
 
 
 def function_source(spec: str) -> str:

@@ -140,15 +140,21 @@ def test_output_folders_that_cannot_be(override, message, lab, refused):
 
 
 def test_resume_with_other_contents_of_named_files(lab, mmrl):
-    template, rewards = lab.folder / "mine.jinja", lab.folder / "rewards.py"
+    template, rewards = lab.folder / "mine.jinja", lab.folder / "mine.py"
     template.write_text((lab.model / "chat_template.jinja").read_text())
-    settings = [f"model.chat_template={template}", f"rewards=[{{name: mine, function: '{rewards}:no_prompts'}}]"]
-    assert mmrl("train", lab.config, *settings) == (0, [])
+    rewards.write_text("def mine(prompts, completions): return [float(len(text)) for text in completions]\n")
+    settings = [f"model.chat_template={template}", f"rewards=[{{name: mine, function: '{rewards}:mine'}}]"]
+
+    def resumed(*options):
+        code, lines = mmrl("train", lab.config, *settings, *options)
+        assert code == 0
+        return [line for line in lines if "different settings" in line]
+
+    assert resumed() == []
     template.write_text(template.read_text() + "{# another #}")
     rewards.write_text(rewards.read_text() + "# another\n")
-    code, (warning,) = mmrl("train", lab.config, *settings, "trainer.steps=3", "--resume")
-    assert code == 0
+    (warning,) = resumed("trainer.steps=3", "--resume")
     assert "contents of model.chat_template " in warning
     assert "contents of rewards.0.function " in warning
     assert "contents of data" not in warning
-    assert mmrl("train", lab.config, *settings, "trainer.steps=3", "--resume") == (0, [])
+    assert resumed("trainer.steps=3", "--resume") == []
