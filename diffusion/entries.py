@@ -96,6 +96,8 @@ PREVIEW = "diffusion.diffusion_plan:preview"
 READER = "diffusion.data.prompts:load_prompts"
 """Functions for `mmrl train --dry-run`."""
 METRICS = {
+    "response/length_mean": "Mean number of decisions in a sample: denoising steps, or times of matched velocities.",
+    "response/length_max": "Maximum number of decisions in a sample of the step.",
     "loss/preference": "Mean preference loss over pairs of images.",
     "loss/nll_chosen": "Negative log-likelihood of the preferred images, coefficient included.",
     "rewards/chosen": "Mean implicit reward of the preferred images: beta times the log-ratio to the reference.",

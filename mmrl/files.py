@@ -37,6 +37,8 @@ LARGEST_LINES = 2**30
 LONGEST_LINE = 32_000_000
 """Maximum length of a line of a JSON Lines file, in bytes; a longer one is damaged, or contains images that belong in
 files."""
+READ_WHOLE, READ_END = 2**26, 2**20
+"""Maximum size of files that digests read completely, and how much of each end of larger files, in bytes."""
 DEEPEST = 100
 """Maximum nesting depth of JSON or YAML."""
 MOST_DIGITS = 300
@@ -136,6 +138,17 @@ def read_text(path: Path | str, most: int = LARGEST_TEXT, errors: str = "strict"
     except UnicodeDecodeError as error:
         raise UserError(f"{path} is not UTF-8 text: {error.reason} at byte {error.start}") from error
     return text.replace("\r\n", "\n").replace("\r", "\n")
+
+
+def read_sample(path: Path) -> bytes | list[Any]:
+    """Content of a file for a digest; of a large one, such as a long video, the size and both ends."""
+    size = path.stat().st_size
+    if size <= READ_WHOLE:
+        return path.read_bytes()
+    with path.open("rb") as file:
+        first = file.read(READ_END)
+        file.seek(-READ_END, 2)
+        return [size, first, file.read(READ_END)]
 
 
 def read_lines(path: Path | str, most: int | None = LARGEST_LINES, longest: int = LONGEST_LINE) -> Iterator[bytes]:

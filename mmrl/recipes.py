@@ -97,18 +97,18 @@ def world_table(name: str) -> dict[str, Any]:
     return found
 
 
-def metric_tables(recipe: str) -> list[dict[str, str]]:
-    """The METRICS of the packages that a recipe's package builds on, followed by its own.
+def metric_tables(recipe: str, name: str = "METRICS") -> list[dict[str, str]]:
+    """The METRICS (or TITLES of charts) of the packages that a recipe's package builds on, followed by its own.
 
     Of all packages for an unknown recipe.
     """
     entry = RECIPES.get(recipe) or EVALUATIONS.get(recipe) or contrib_recipes().get(recipe)
     if entry is None:
-        return package_tables("METRICS", (*PACKAGES, *CONTRIB))
+        return package_tables(name, (*PACKAGES, *CONTRIB))
     found: list[dict[str, str]] = []
     own = _entries_of(entry)
     while own is not None:
-        found.insert(0, getattr(own, "METRICS", {}))
+        found.insert(0, getattr(own, name, {}))
         base = getattr(own, "EXTENDS", None) or getattr(own, "BUILDS_ON", None)
         own = importlib.import_module(f"{base}.entries") if base else None
     return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from mmrl.files import is_file, replaced
 from mmrl.hub.building import BuiltPath
 from mmrl.hub.foreign import to_rgb
 from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, read_image_file
-from mmrl.hub.tables import LINES, READERS, DataRow, built_path, good_rows
+from mmrl.hub.tables import LINES, READERS, ArrowImage, DataRow, built_path, good_rows
 
 PACKED = ".npz"
 
@@ -43,8 +43,8 @@ class ImageDataConfig(BuiltPath):
     """Location of the captioned images."""
 
     path: str = MISSING
-    """A .npz file with `images` uint8 (N, h, w, 3), or (N, F, h, w, 3) for videos, and `captions`; or a .jsonl file
-    with the columns image (a path relative to the file) and prompt."""
+    """A .npz file with `images` uint8 (N, h, w, 3), or (N, F, h, w, 3) for videos, and `captions`; or a .jsonl, .json
+    or .parquet file with the columns image (a path relative to the file, or in parquet the image itself) and prompt."""
     max_image_pixels: int = rare(image_pixels_option())
     """Maximum number of pixels of an image, checked in the file header before decoding."""
 
@@ -160,7 +160,7 @@ def readable(config: Any, key: str) -> Path:
 def read_list(path: Path) -> Iterator[DataRow]:
     """The rows of a list of image files; raises UserError at the first invalid one."""
     if path.suffix.lower() not in (LINES, *READERS):
-        raise UserError(f"{path}: unsupported extension {path.suffix!r}; use a .npz or .jsonl file")
+        raise UserError(f"{path}: unsupported extension {path.suffix!r}; use a .npz, .jsonl, .json or .parquet file")
     return good_rows(str(path))
 
 
@@ -175,17 +175,18 @@ def check_caption(place: str, caption: str) -> None:
 def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
     found = []
     for row in read_list(path):
-        image, caption = row.cells.get("image"), row.cells.get("prompt")
-        if not isinstance(image, str) or not isinstance(caption, str):
+        cell, caption = row.cells.get("image"), row.cells.get("prompt")
+        if not isinstance(cell, str | ArrowImage) or not isinstance(caption, str):
             columns = ", ".join(row.cells)
             raise UserError(
-                f"{row.place}: expected an object with the text fields image and prompt, but it has {columns}"
+                f"{row.place}: expected the text prompt and image, a path or an image inside the table, but it has "
+                f"{columns}"
             )
         check_caption(row.place, caption)
-        file = path.parent / image
-        if not is_file(file):
-            raise UserError(f"{row.place}: image not found: {file}")
-        found.append(CaptionedImage(row.place, caption, ImageFile(file, config.max_image_pixels)))
+        image = ImageFile.of(cell, path.parent, config.max_image_pixels)
+        if image is None:
+            raise UserError(f"{row.place}: image not found: {path.parent / str(cell)}")
+        found.append(CaptionedImage(row.place, caption, image))
     return found
 
 
@@ -204,15 +205,38 @@ class PackedImage:
 
 @dataclass(frozen=True)
 class ImageFile:
-    """An image file, opened when called."""
+    """An image file, or an image inside a table, opened when called."""
 
-    path: Path
+    source: Path | ArrowImage
     max_pixels: int
 
+    @classmethod
+    def of(cls, cell: Any, folder: Path, max_pixels: int) -> ImageFile | None:
+        """The image of a list's cell, whose paths are relative to `folder`; None if there is none."""
+        if isinstance(cell, ArrowImage):
+            return cls(replace(cell, folder=folder), max_pixels)
+        file = folder / cell if isinstance(cell, str) and cell else None
+        return cls(file, max_pixels) if file is not None and is_file(file) else None
+
     def __call__(self) -> NDArray[np.uint8]:
-        """RGB uint8 (h, w, 3); raises UserError if the file cannot be read."""
+        """RGB uint8 (h, w, 3); raises UserError if it cannot be read."""
         try:
-            content = read_image_file(self.path, self.max_pixels)
-            return np.asarray(to_rgb(decode_image(content, self.max_pixels, "images.max_image_pixels")))
+            return np.asarray(to_rgb(decode_image(self.content(), self.max_pixels, "images.max_image_pixels")))
         except (OSError, ValueError) as error:
-            raise UserError(f"{self.path} cannot be read as an image: {error}") from error
+            raise UserError(f"{self} cannot be read as an image: {error}") from error
+
+    def content(self) -> bytes:
+        """Bytes of the image file; raises OSError or ValueError."""
+        stored: Any = self.source.read() if isinstance(self.source, ArrowImage) else self.source
+        if isinstance(stored, Mapping):
+            stored = stored["path"] if stored["bytes"] is None else stored["bytes"]
+        if isinstance(stored, str | Path):
+            return read_image_file(Path(stored), self.max_pixels)
+        if not isinstance(stored, bytes):
+            raise ValueError("the cell contains neither bytes nor a path")
+        return stored
+
+    def __str__(self) -> str:
+        """Where the image is, for messages."""
+        cell = self.source
+        return f"column {cell.column} of row {cell.row + 1}" if isinstance(cell, ArrowImage) else str(cell)

@@ -27,7 +27,7 @@ from diffusion.data.captioned_images import (
 )
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
-from mmrl.files import is_file, replaced
+from mmrl.files import replaced
 from mmrl.hub.building import BuiltPath
 from mmrl.hub.images import image_pixels_option
 from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows
@@ -64,7 +64,8 @@ class ImagePairConfig(BuiltPath):
     path: str = MISSING
     """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3), or (N, F, h, w, 3) for videos,
     and optionally the numbers score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file with
-    the columns prompt, chosen and rejected, where the images are paths relative to the file."""
+    the columns prompt, chosen and rejected, where the images are paths relative to the file, or in parquet the images
+    themselves."""
     max_image_pixels: int = rare(image_pixels_option())
     """Maximum number of pixels of an image, checked in the file header before decoding."""
     on_bad_row: str = rare(choice("error", BAD_ROWS))
@@ -145,15 +146,14 @@ def _listed_pair(row: DataRow, path: Path, config: ImagePairConfig) -> ImagePair
     if not isinstance(caption, str):
         raise UserError(f"{row.place}: expected the text of column prompt; the row has {', '.join(row.cells)}")
     check_caption(row.place, caption)
-    files = [path.parent / name if isinstance(name, str) and name else None for name in names]
-    gone = [str(name) for name, file in zip(names, files, strict=True) if file is None or not is_file(file)]
-    if gone:
-        raise BadRowError("missing_side", row.place, f"image not found: {gone[0]}")
-    # by name: reading all images to compare them would take too long
-    if files[0] == files[1]:
+    chosen, rejected = (ImageFile.of(name, path.parent, config.max_image_pixels) for name in names)
+    if chosen is None or rejected is None:
+        gone = names[0] if chosen is None else names[1]
+        raise BadRowError("missing_side", row.place, f"image not found: {gone}")
+    # by name: reading all files to compare them would take too long
+    if chosen == rejected:
         raise BadRowError("equal_sides", row.place, f"chosen and rejected are both {names[0]}")
     given = {name: row.cells[name] for name in NUMBERS if row.cells.get(name) is not None}
-    chosen, rejected = (ImageFile(file, config.max_image_pixels) for file in files if file is not None)
     return ImagePair(row.place, caption, chosen, rejected, _finite(given, row.place))
 
 

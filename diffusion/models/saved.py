@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -105,13 +106,25 @@ def read_adapter(network: Any, folder: Path) -> dict[str, Tensor]:
 
 
 def _scale_of(file: Path) -> float:
-    """Alpha / rank from the header of an adapter file; 1 if missing."""
+    """Scale of the layers from the header of an adapter file.
+
+    A file without a header has alpha = rank: all readers of the format take it so. Raises UserError for a header with
+    different scales, which some other trainers write.
+    """
     from safetensors import safe_open
 
     with safe_open(file, "pt") as opened:
         settings = json.loads((opened.metadata() or {}).get("lora_adapter_metadata", "{}"))
     found = {key.rpartition(".")[2]: value for key, value in settings.items()}
-    return float(found["lora_alpha"] / found["r"]) if "lora_alpha" in found else 1.0
+    if found.get("alpha_pattern"):
+        layer = next(iter(found["alpha_pattern"]))
+        raise UserError(
+            f"{file} gives some layers a lora_alpha of their own, such as {layer} (alpha_pattern); only one for all "
+            "layers is supported, so multiply their lora_B by their scale and save the file without alpha_pattern"
+        )
+    if "lora_alpha" not in found:
+        return 1.0
+    return float(found["lora_alpha"] / (math.sqrt(found["r"]) if found.get("use_rslora") else found["r"]))
 
 
 def read_network(network: Any, folder: Path) -> dict[str, Tensor]:

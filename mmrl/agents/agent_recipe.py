@@ -66,7 +66,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.rewards import RewardConfig, RewardResult
 from mmrl.rewards.reward_config import readers_of
-from mmrl.rewards.reward_loading import source_digest
+from mmrl.rewards.reward_loading import named_digests, source_digest
 from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.run_log import stopwatch
@@ -300,6 +300,9 @@ class AgentDomain:
         check_splits(config.data, self.train_tasks, config.eval_data, self.eval_tasks)
         # results name the code of the environment, so that a changed one is another setting
         self.code = source_digest(config.environment.factory)
+        # a policy, judge or table that options name is part of the environment, too
+        options = {"kwargs": config.environment.kwargs, "adapter": config.environment.adapter}
+        self.named = named_digests(options)
         with opening(self.opened) as opened:
             splits = {f"eval_data.{name}": tasks for name, tasks in self.eval_tasks.items()}
             self.rewards = EpisodeRewards(rewards, {"data": self.train_tasks} | splits)
@@ -377,8 +380,17 @@ class AgentDomain:
         if self.pool.chat:
             return ChatWriter(policy, conversation, self.config.sampler, native)
         if not conversation.tools:
-            return Writer(policy, conversation, system, max_turns=turns)
-        return Writer(policy, conversation, system, self.pool.tools, native, template=template, max_turns=turns)
+            return Writer(policy, conversation, system, max_turns=turns, known=self.pool.tools)
+        return Writer(
+            policy,
+            conversation,
+            system,
+            self.pool.tools,
+            native,
+            template=template,
+            max_turns=turns,
+            known=self.pool.tools,
+        )
 
     def run_episodes(
         self,
@@ -436,6 +448,8 @@ class AgentDomain:
         setting = {
             "suite": PurePath(environment.factory).name,
             "version": self.code,
+            # only if there is any, so that earlier evaluations stay comparable
+            **({"named": self.named} if self.named else {}),
             "horizon": config.episode.max_turns,
             "environment": {"kwargs": environment.kwargs, "adapter": environment.adapter},
             "success_above": config.episode.success_above,
@@ -521,7 +535,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
             # before the model is loaded
             check_answers(list_tasks(config.data), self._advantage)
         self.open(config, config.sampler, rewards=config.rewards, value_head=self.objective.needs_values)
-        self.alarms = agent_alarms(config)
+        self.alarms = agent_alarms(config, program=self.pool.chat)
         self._engine = open_engine(config.sampler, self.policy)
         self.samples_elsewhere = self._engine is not None
         if self._engine is not None:

@@ -59,7 +59,10 @@ READER = "mmrl.agents.environments.agent_tasks:list_tasks"
 BUILDS_ON = "mmrl.vlm"
 """Package whose metrics the recipes have too."""
 
+TITLES = {"Decisions per sample": "Tokens per episode"}
 METRICS = {
+    "response/length_mean": "Mean number of sampled decisions in an episode: the tokens of all its responses.",
+    "response/length_max": "Maximum number of sampled decisions in an episode of the step.",
     "time/environment": "Seconds of the rollout in which nothing was sampled because all episodes waited.",
     "sampler/idle": "Fraction of the training episodes' time in which the policy neither read nor wrote tokens.",
     "episode/turns": "Mean number of turns of the step's episodes.",
@@ -68,7 +71,10 @@ METRICS = {
         "truncated ones."
     ),
     "episode/empty": "Fraction of the step's responses that are empty.",
-    "episode/cut": "Fraction of the step's responses truncated at the length limit, and therefore not executed.",
+    "episode/cut": (
+        "Fraction of the step's responses truncated at the length limit: environments execute nothing of them, and "
+        "agent programs get their text without calls."
+    ),
     "episode/calls": "Tool calls per response.",
     "episode/tool_errors/<kind>": "Tool calls per response that ended in an error of a kind, such as timeout.",
     "episode/below_silence": "Fraction of the step's action-only episodes that earned less than doing nothing.",

@@ -215,19 +215,25 @@ def _percentile(values: Sequence[tuple[float, float]], q: int) -> float:
     raise ValueError("there are no values")
 
 
-def agent_alarms(config: Any) -> dict[str, Alarm]:
-    """The alarms of a run that samples episodes, by kind."""
+def agent_alarms(config: Any, *, program: bool = False) -> dict[str, Alarm]:
+    """The alarms of a run that samples episodes, by kind; `program` if the environment is an agent program.
+
+    A program gets each response as text and decides what follows, so there is no action to refuse, and no silence.
+    """
     answers = ("episode/unreadable", "episode/empty", "episode/below_silence")
     found = {
         "silence_pays": Alarm((*answers, "episode/cut"), partial(_silence_pays, config)),
         "unreadable": Alarm(answers, partial(_often_unreadable, config)),
         "more_unreadable": Alarm(answers, partial(_more_unreadable, config)),
-        "cut": Alarm(("episode/cut",), partial(_often_cut, config)),
+        "cut": Alarm(("episode/cut",), partial(_often_cut, config, program)),
         "refused": Alarm(("episode/refused",), partial(_often_refused, config)),
         "no_success": Alarm(("episode/success", "episode/return"), _never_succeeds),
         "one_action": Alarm(("episode/top_action", "episode/success"), _one_action),
         "collapsed": Alarm(("policy/entropy", "episode/success"), _collapsed),
     }
+    if program:
+        found = {kind: found[kind] for kind in ("cut", "no_success", "collapsed")}
+        found["unreadable"] = Alarm(("episode/unreadable", "episode/empty"), _often_unusable)
     return found | ({"fewer_calls": Alarm(("episode/calls",), _fewer_calls)} if config.conversation.tools else {})
 
 
@@ -276,12 +282,23 @@ def _more_unreadable(config: Any, unreadable: Track, empty: Track, below: Track)
     return f"from {unreadable.start:.0%} in the first {STEPS} steps: {_no_actions(config, unreadable, empty, below)}"
 
 
-def _often_cut(config: Any, cut: Track) -> str:
-    if not cut.now > OFTEN:
+def _often_unusable(unreadable: Track, empty: Track) -> str:
+    if not unreadable.now > OFTEN:
         return ""
     return (
-        f"{cut.now:.0%} of the responses of the last {STEPS} steps were truncated at the length limit and therefore "
-        f"not executed; raise sampler.max_new_tokens ({config.sampler.max_new_tokens} now), or have the prompt ask "
+        f"{unreadable.now:.0%} of the responses of the last {STEPS} steps were empty ({empty.now:.0%}) or had an "
+        "invalid tool call, which the program does not get as a call; look at the samples in the report; is the model "
+        "trained for tools?"
+    )
+
+
+def _often_cut(config: Any, program: bool, cut: Track) -> str:
+    if not cut.now > OFTEN:
+        return ""
+    effect = "the program gets their text without calls" if program else "nothing of them is executed"
+    return (
+        f"{cut.now:.0%} of the responses of the last {STEPS} steps were truncated at the length limit, so {effect}; "
+        f"raise sampler.max_new_tokens ({config.sampler.max_new_tokens} now), or have the prompt ask "
         "for shorter responses"
     )
 

@@ -34,7 +34,10 @@ READER = "mmrl.vlm.data.dataset:load_tasks"
 BUILDS_ON = "mmrl.agents"
 """Package whose metrics the recipes have too."""
 
+TITLES = {"Decisions per sample": "Response length"}
 METRICS = {
+    "response/length_mean": "Mean number of sampled decisions in a response.",
+    "response/length_max": "Maximum response length of the step in decisions.",
     "aepo/no_signal/<kind>": (
         "Fraction of the groups with one kind of instruction in which all responses get the same reward."
     ),

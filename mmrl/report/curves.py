@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from mmrl.recipes import all_recipes, metric_tables
 from mmrl.report.charts import Chart, Series, interval_chart, line_chart, panel_chart, stacked_chart
 from mmrl.report.folder import RunFolder, estimate
 from mmrl.report.report_tables import JUDGED, UNJUDGED, readable_name, unit_of
@@ -22,7 +23,7 @@ def curves(run: RunFolder) -> list[dict[str, Any]]:
     names = {name for name in _charted(run) if not name.startswith("time/") and len(_finite_values(run, name)) > 1}
     charts = _accuracy_charts(run) + _score_charts(run)
     for title, chosen in subjects(sorted(names)):
-        charts += _by_kind(run, title if title in CHARTS else readable_name(title).capitalize(), chosen)
+        charts += _by_kind(run, chart_title(title, run.recipe), chosen)
     charts += _time_charts(run)
     for chart in charts:
         chart["definitions"] = [(name, run.describe(name) or "A metric of this recipe.") for name in chart["metrics"]]
@@ -39,6 +40,14 @@ def subjects(names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
         yield title, chosen
     for family in dict.fromkeys(name.partition("/")[0] for name in left):
         yield family, [name for name in left if name.partition("/")[0] == family]
+
+
+def chart_title(subject: str, recipe: str = "") -> str:
+    """Title of a subject in the words of a recipe's package; without one, in words that fit every package."""
+    if subject not in CHARTS:
+        return readable_name(subject).capitalize()
+    tables = metric_tables(recipe, "TITLES") if recipe in all_recipes() else []
+    return next((table[subject] for table in reversed(tables) if subject in table), subject)
 
 
 def _fits(name: str, pattern: str) -> bool:
@@ -316,7 +325,7 @@ CHARTS: dict[str, tuple[str, ...]] = {
     "Groups without a learning signal": ("reward/zero_variance_groups", "update/zero_advantage_groups"),
     "Finished responses": ("response/finished_fraction",),
     "Clipped decisions": ("policy/clip_fraction_low", "policy/clip_fraction_high"),
-    "Response length": ("response/length_mean", "response/length_max"),
+    "Decisions per sample": ("response/length_mean", "response/length_max"),
     "Gradient norm": ("optim/grad_norm",),
     "Learning rate": ("optim/lr",),
     "Coefficients": ("policy/kl_coef", "papo/gamma"),

@@ -56,7 +56,7 @@ FAMILIES = {
 ABBREVIATIONS = {"kl": "KL", "lr": "learning rate", "std": "standard deviation", "logp": "log-probability"}
 UNITS = {
     "nats": r".*\bnats\b",
-    "decisions": r".*\b(length|in decisions|decisions in a response)\b",
+    "decisions": r".*\b(length|in decisions|decisions in an? \w+)\b",
     "decisions per second": r".*(over its seconds|decisions of the step per second)",
     "steps": r"Mean (number of )?control steps",
 }
@@ -271,24 +271,29 @@ def headline_name(run: RunFolder) -> str:
 def part_tables(runs: Sequence[RunFolder], metric: str = "") -> list[dict[str, Any]]:
     """A metric (default: the first of the headline) over all tasks and by data column, followed by other scores.
 
-    A split whose tasks neither differ in a column nor have other scores has no table.
+    A split whose tasks neither differ in a column nor have other scores has no table: its headline says the same.
     """
+    return [table for table in _split_tables(runs, metric) if len(table["groups"]) > 1]
+
+
+def _split_tables(runs: Sequence[RunFolder], metric: str) -> list[dict[str, Any]]:
+    """`part_tables` of every evaluated split."""
     tables = []
     for split in runs[-1].splits:
         points = [point for point in evaluation_points(runs, split) if point.outcomes]
         records = [point.record for point in points]
         protocols = measured(records, (metric,)) if metric else runs[-1].shares(records)
-        groups = _part_groups(points, protocols[0]) if protocols else []
-        if groups:
+        if protocols:
+            groups = _part_groups(points, protocols[0])
             columns = [{"label": point.label, "step": point.record["step"]} for point in points]
             tables.append({"split": split, "protocol": label(protocols[0]), "columns": columns, "groups": groups})
     return tables
 
 
 def part_lines(folders: Sequence[Path], metric: str = "") -> list[str]:
-    """Accuracy or success by data column, as in the report; by default its first protocol."""
+    """Accuracy or success of each split, overall and by data column; by default its first protocol."""
     lines = []
-    for table in part_tables([read_run(folder) for folder in folders], metric):
+    for table in _split_tables([read_run(folder) for folder in folders], metric):
         rows = [("", "tasks", *(column["label"] for column in table["columns"]), "change, 95% interval")]
         for group in table["groups"]:
             rows += [(group["heading"],)] if group["heading"] else []
@@ -402,9 +407,7 @@ def _part_groups(points: Sequence[EvaluationPoint], metric: str) -> list[dict[st
         names = {name: name.rpartition("/")[0].removeprefix("terms/") for name in terms}
         rows = [_part_row(points, name, "", "") | {"label": shown} for name, shown in names.items()]
         groups.append({"heading": "other scores", "rows": rows})
-    everything = {"heading": "", "rows": [_part_row(points, metric, "", "") | {"label": "all"}]}
-    # without parts the row of all tasks repeats the headline
-    return [everything, *groups] if groups else []
+    return [{"heading": "", "rows": [_part_row(points, metric, "", "") | {"label": "all"}]}, *groups]
 
 
 def _part_row(points: Sequence[EvaluationPoint], metric: str, column: str, value: str) -> dict[str, Any]:

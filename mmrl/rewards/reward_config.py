@@ -9,7 +9,7 @@ from typing import Any
 
 from mmrl.fields import bounded, choice, rare
 from mmrl.rewards.answers import TAGS
-from mmrl.rewards.reward_loading import function_source, source_digest
+from mmrl.rewards.reward_loading import function_source, named_digests, source_digest
 
 SANDBOXES = ("none", "strict")
 ROWS = ("auto", "independent", "together")
@@ -89,16 +89,24 @@ PLACES = ("path", "device")
 def about_rewards(rewards: Sequence[RewardConfig]) -> list[dict[str, Any]]:
     """Everything that scores depend on, except paths and devices, for the protocol of an evaluation."""
     functions = {reward.name: reward.function or reward.name for reward in rewards}
+    named = {reward.name: named_digests(_options(reward)) for reward in rewards}
     return [
         {
             "name": reward.name,
             "function": PurePath(functions[reward.name]).name,
             "code": source_digest(functions[reward.name]),
             "weight": reward.weight,
-            "options": {name: value for name, value in reward.options.items() if name not in PLACES},
+            "options": _options(reward),
+            # only if there is any, so that earlier evaluations stay comparable
+            **({"named": named[reward.name]} if named[reward.name] else {}),
         }
         for reward in rewards
     ]
+
+
+def _options(reward: RewardConfig) -> dict[str, Any]:
+    """Options of a term except paths and devices."""
+    return {name: value for name, value in reward.options.items() if name not in PLACES}
 
 
 def refuse_weights(weights: Mapping[str, float], where: str) -> None:

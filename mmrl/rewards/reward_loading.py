@@ -6,13 +6,15 @@ import ast
 import hashlib
 import importlib.util
 import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
+from mmrl.files import expanded, is_file, own_config, read_sample
 from mmrl.workers import given
-from mmrl.workers.loading import GIVEN, LoadError, append_path, find_function
+from mmrl.workers.loading import GIVEN, SUITE, LoadError, append_path, find_function, names_function
 
 
 def load_function(spec: str, *, what: str = "function") -> Callable[..., Any]:
@@ -41,6 +43,45 @@ def source_digest(spec: str) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16] if file else ""
 
 
+def named_digests(content: Any) -> dict[str, str]:
+    """Digest of each file and each function of the user's that nested content names, by its place (`a.b.0`).
+
+    Of a function, the file that defines it counts. Folders are not read, and the suite's own functions do not count.
+    """
+    found = {place: _named_digest(text) for text, place in _texts(content, "")}
+    return {place: digest for place, digest in found.items() if digest}
+
+
+def _texts(content: Any, place: str) -> Iterator[tuple[str, str]]:
+    """Texts in nested content with their places."""
+    parts: Iterable[tuple[Any, Any]] = ()
+    if isinstance(content, str):
+        yield content, place
+    elif isinstance(content, Mapping):
+        parts = content.items()
+    elif isinstance(content, Sequence) and not isinstance(content, bytes):
+        parts = enumerate(content)
+    for key, value in parts:
+        yield from _texts(value, f"{place}.{key}" if place else str(key))
+
+
+def _named_digest(text: str) -> str:
+    """Digest of the file or function that a text names; empty if it names none."""
+    path = own_config(expanded(text))
+    # a plain word, such as the name of a method, is no path, even if a file happens to have that name
+    if (path.suffix or len(path.parts) > 1) and is_file(path):
+        try:
+            content = read_sample(path)
+        except OSError:  # whoever needs it says so
+            return ""
+        return hashlib.sha256(content if isinstance(content, bytes) else repr(content).encode()).hexdigest()[:16]
+    spec = text.strip()
+    one_word = not re.search(r"\s", spec) or ".py:" in spec
+    if not (one_word and names_function(spec)) or spec.partition(":")[0].partition(".")[0] in SUITE:
+        return ""
+    return source_digest(spec)
+
+
 def function_source(spec: str) -> str:
     """Source code of a function by name, found without executing anything; empty if not found."""
     if spec.startswith(f"{GIVEN}:"):
@@ -62,7 +103,7 @@ def _source_file(spec: str) -> Path | None:
         append_path(str(Path.cwd()))
         try:
             found = importlib.util.find_spec(place)
-        except (ImportError, ValueError):
+        except Exception:  # of a package that cannot be imported; loading the function reports it
             found = None
         file = found.origin if found else None
     return Path(file) if file and Path(file).is_file() else None

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from mmrl.files import read_sample
+
 FILES_READ = 256
 """Number of images, videos and other files whose bytes are read, spread evenly over the data; all names count."""
 PLACES = frozenset({"id"})
 """Fields that identify a row by its position in a file, which may be renamed."""
 FILE_FIELDS = frozenset({"images", "videos", "VideoClip.source"})
 """Fields in which texts are file paths; folders may be moved, so only the name counts."""
-READ_WHOLE, READ_END = 2**26, 2**20
-"""Maximum size of files that are read completely, and how much is read from each end of larger files, in bytes."""
 
 
 def content_digest(items: Iterable[Any]) -> str:
@@ -99,22 +99,11 @@ def _content(source: Any) -> Any:
     """Content of a file; None if it cannot be read, which the run reports itself."""
     try:
         if isinstance(source, Path):
-            return _bytes(source)
+            return read_sample(source)
         found = source.read()
-        return _bytes(Path(found)) if isinstance(found, str) and Path(found).is_file() else found
+        return read_sample(Path(found)) if isinstance(found, str) and Path(found).is_file() else found
     except Exception:  # each kind of source raises its own
         return None
-
-
-def _bytes(path: Path) -> Any:
-    """Content of a file; of a large one, such as a long video, the size and both ends."""
-    size = path.stat().st_size
-    if size <= READ_WHOLE:
-        return path.read_bytes()
-    with path.open("rb") as file:
-        first = file.read(READ_END)
-        file.seek(-READ_END, 2)
-        return [size, first, file.read(READ_END)]
 
 
 def _digest(data: Any) -> str:

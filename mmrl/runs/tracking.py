@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
@@ -47,7 +48,7 @@ COLUMNS: dict[str, tuple[int, str, *tuple[str, ...]]] = {
     "loss": (9, ".4f", "loss/total"),
     "KL": (9, ".2e", "policy/kl_ref", "policy/kl_old"),
     "entropy": (8, ".3f", "policy/entropy"),
-    "tok/s": (7, ".0f", "tokens/per_second"),
+    "dec/s": (7, ".0f", "tokens/per_second"),
 }
 """Columns of the console: width, format, and metrics, of which the first one available in a step is shown."""
 FAULTS = ("refused", "cut", "overflow", "failed")
@@ -265,6 +266,19 @@ _CONSOLES: WeakValueDictionary[int, ConsoleSink] = WeakValueDictionary()
 """Consoles of the runs in this process, the latest last."""
 
 
+_HIDDEN: ContextVar[bool] = ContextVar("hidden", default=False)
+
+
+@contextmanager
+def bars_hidden(hidden: bool) -> Iterator[None]:
+    """Show no progress bar inside the context if `hidden` is set, as with `tracking.quiet`."""
+    token = _HIDDEN.set(hidden)
+    try:
+        yield
+    finally:
+        _HIDDEN.reset(token)
+
+
 @contextmanager
 def progress(unit: str, total: int) -> Iterator[Callable[[int], None]]:
     """A progress bar on the terminal, below the run's bar if there is one; nothing if the run shows no bar.
@@ -276,7 +290,7 @@ def progress(unit: str, total: int) -> Iterator[Callable[[int], None]]:
 
     console = Console()
     runs = list(_CONSOLES.values())
-    if in_notebook() or not (runs[-1].bar is not None if runs else console.is_terminal):
+    if _HIDDEN.get() or in_notebook() or not (runs[-1].bar is not None if runs else console.is_terminal):
         yield lambda count: None
         return
     # two live displays on one terminal would draw over each other

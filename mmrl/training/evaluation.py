@@ -108,8 +108,6 @@ class Measure(ABC, Generic[TaskT]):
     """Trials of each task."""
     unit: str = "tasks"
     """Name of the trials in messages."""
-    shows_progress: bool = True
-    """Whether to show a progress bar on a terminal if there are several batches."""
 
     @property
     @abstractmethod
@@ -400,8 +398,7 @@ def _run_mine(
     """Run batches; with the rows that are kept, the samples of those that the report shows are kept."""
     log = None if saved is None else saved.appender(accelerator.process_index, accelerator.num_processes)
     found: list[Row] = []
-    shown_here = measure.shows_progress and accelerator.is_main_process
-    for rows in _with_progress(run(left), left, measure.unit) if shown_here else run(left):
+    for rows in _with_progress(run(left), left, measure.unit) if accelerator.is_main_process else run(left):
         # before rows are written: what only this process needs is taken out of them
         measure.take(rows)
         found += rows

@@ -19,7 +19,7 @@ import torch
 from mmrl.config import as_override, escaped, load_run
 from mmrl.entries import load_target
 from mmrl.errors import RunError, UserError
-from mmrl.files import output_folder, read_json_object, read_text
+from mmrl.files import output_folder, read_json_object, read_text, write_atomically
 from mmrl.recipes import plan_of, preview_of, reader_of
 from mmrl.runs.dry_run import DataRead, NotReadError, data_only
 from mmrl.runs.export import chosen_checkpoint
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
 
 LOGGER = logging.getLogger("mmrl")
+NAMED_FILES = "named_files.json"
+"""Digests of the files and functions that the configuration of a run folder names."""
 WRITE_REPORT = "mmrl.report.page:write_report"
 """Given by name and not imported, because the report is in a layer above training."""
 
@@ -254,6 +256,7 @@ def _read_alone(entry: Any, held_out: Mapping[str, Any]) -> list[str]:
 def open_evaluation(entry: Any, config: Any, folder: Path | None) -> Iterator[tuple[Any, Accelerator, Step]]:
     """The recipe of an evaluation with the policy of a checkpoint or of the configuration, and its step."""
     from mmrl.runs.checkpoint import Checkpoints
+    from mmrl.runs.tracking import bars_hidden
     from mmrl.training.recipe import Step
 
     # the base model of a run may be gone, its own weights are in the checkpoint
@@ -261,7 +264,7 @@ def open_evaluation(entry: Any, config: Any, folder: Path | None) -> Iterator[tu
         _start_from_checkpoint(config, folder / "model")
     accelerator = _start(config, trains=False)
     recipe: Any = _build(entry, config, accelerator)
-    with closing(recipe):
+    with closing(recipe), bars_hidden(config.tracking.quiet):
         if not recipe.eval_tasks:
             raise UserError("this configuration has no evaluation data; set eval_data")
         step = 0
@@ -479,7 +482,21 @@ def _changed_settings(run_dir: Path, config: Any) -> dict[str, tuple[Any, Any]]:
     # where results go does not change them
     keys = [key for key in new if not key.startswith(("output_dir", "tracking."))]
     # keys of the new configuration: an option that went away changes nothing
-    return {key: (old.get(key), new[key]) for key in keys if old.get(key) != new[key]}
+    changed = {key: (old.get(key), new[key]) for key in keys if old.get(key) != new[key]}
+    # files and code are named by settings that may be equal while their contents differ
+    before = read_json_object(run_dir / NAMED_FILES) if (run_dir / NAMED_FILES).is_file() else {}
+    now = _named_digests(config)
+    same = [key for key in now if key in before and key not in changed]
+    return changed | {f"contents of {key}": (before[key], now[key]) for key in same if before[key] != now[key]}
+
+
+def _named_digests(config: Any) -> dict[str, str]:
+    """Digest of each file and function that a configuration names as an input."""
+    from mmrl.config import to_container
+    from mmrl.rewards.reward_loading import named_digests
+
+    values = to_container(config)
+    return named_digests({key: value for key, value in values.items() if key not in ("output_dir", "tracking")})
 
 
 def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
@@ -500,6 +517,7 @@ def _save_config(run_dir: Path, config: Any) -> None:
     try:
         save(config, file)
         remember(to_container(config), read_text(file, errors="surrogateescape"))
+        write_atomically(run_dir / NAMED_FILES, json.dumps(_named_digests(config), indent=1) + "\n")
     except OSError as error:
         raise UserError(f"output_dir {run_dir} cannot be written: {error}") from error
 

@@ -81,6 +81,8 @@ PREVIEW = "mmrl.vlm.data.preview:preview"
 READER = "mmrl.vlm.data.dataset:load_tasks"
 """Functions for `mmrl train --dry-run`."""
 
+TITLES = {"Decisions per sample": "Response length"}
+"""Titles of charts that say more than those of `mmrl.report.curves`, which fit every package."""
 METRICS = {
     "loss/nll": "Mean negative log-likelihood of the target tokens, in nats.",
     "data/skipped": "Rows skipped since the run began: bad row, unreadable image, prompt too long.",
@@ -91,6 +93,11 @@ METRICS = {
     "time/prefill": "Seconds of the rollout spent running prompts through the model.",
     "time/decode": "Seconds of the rollout spent sampling tokens one after another.",
     "time/masked_logp": "Seconds of PAPO's pass with the masked image before the update.",
+    "response/length_mean": "Mean number of sampled decisions in a response: tokens, or frames that tspo picks.",
+    "response/length_max": "Maximum response length of the step in decisions.",
+    "response/length_<greedy|sampled|guided>": "Mean length of the evaluation's responses in decisions.",
+    "response/length_<greedy|sampled|guided>_<right|wrong>": "Mean length of correct or incorrect responses.",
+    "response/finished_fraction": "Fraction of responses that ended before the length limit.",
     "response/beyond_positions": "Prompts so far that leave fewer positions than sampler.max_new_tokens.",
     "response/nucleus_mass": "Mean total probability of the tokens kept by top_p and top_k; 1 is on-policy.",
     "loss/router": "Load-balancing loss of a mixture of experts, coefficient included.",

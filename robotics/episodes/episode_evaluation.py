@@ -160,7 +160,6 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
     """The episode whose images the swapped protocols show, by episode."""
     videos: ReplayVideos | None = None
     """Replays the first failures and successes; None makes no videos."""
-    shows_progress: bool = True
 
     def __post_init__(self) -> None:
         self.swapped = self.protocol.endswith("_swapped")

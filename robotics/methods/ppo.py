@@ -86,15 +86,15 @@ class PolicyWithCritic(ActionPolicy):
         self.learning_rate_factors = {"critic": learning_rate_factor}
 
     # properties, since cloning and loading set them on the policy later
-    statistics = property(lambda self: self.policy.statistics)  # type: ignore[assignment]
-    mixes = property(lambda self: self.policy.mixes)  # type: ignore[assignment]
-    past = property(lambda self: self.policy.past)  # type: ignore[assignment]
-    views = property(lambda self: self.policy.views)  # type: ignore[assignment]
-    cameras = property(lambda self: self.policy.cameras)  # type: ignore[assignment]
-    image_fit = property(lambda self: self.policy.image_fit)  # type: ignore[assignment]
-    action_bounds = property(lambda self: self.policy.action_bounds)  # type: ignore[assignment]
-    action_range = property(lambda self: self.policy.action_range)  # type: ignore[assignment]
-    interface = property(lambda self: self.policy.interface)  # type: ignore[assignment]
+    statistics = property(lambda self: self.policy.statistics)
+    mixes = property(lambda self: self.policy.mixes)
+    past = property(lambda self: self.policy.past)
+    views = property(lambda self: self.policy.views)
+    cameras = property(lambda self: self.policy.cameras)
+    image_fit = property(lambda self: self.policy.image_fit)
+    action_bounds = property(lambda self: self.policy.action_bounds)
+    action_range = property(lambda self: self.policy.action_range)
+    interface = property(lambda self: self.policy.interface)
     config = property(lambda self: getattr(self.policy, "config", None))
 
     def act(self, *arguments: Any, **options: Any) -> ActionChoice:

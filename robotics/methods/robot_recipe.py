@@ -31,7 +31,7 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Stateful, Tally
 from mmrl.errors import UserError
 from mmrl.fields import choice, rare
-from mmrl.rewards.reward_loading import source_digest
+from mmrl.rewards.reward_loading import named_digests, source_digest
 from mmrl.runs.dry_run import model_follows
 from mmrl.runs.export import Exported
 from mmrl.runs.run_log import metric_label
@@ -201,6 +201,8 @@ class RobotDomain:
         names = list(dict.fromkeys(getattr(task, "task", "") for task in self.train_tasks))
         self._shown_tasks = names if 1 < len(names) <= SHOWN_TASKS else []
         self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
+        options = {"sim": {"options": config.sim.options}, "model": {"options": getattr(config.model, "options", {})}}
+        self.code |= named_digests(options)
 
     def _fit(self, config: Any, policy: ActionPolicy | None) -> None:
         """List the initial states, and load a policy that fits the simulator."""
@@ -295,7 +297,6 @@ class RobotDomain:
             conditions={"code": self.code, "precision": config.trainer.mixed_precision},
             others=swap_layouts(self.eval_tasks[split]) if config.evaluation.swapped else {},
             videos=videos if headline else None,
-            shows_progress=not config.tracking.quiet,
         )
 
     def _note(self, payload: EpisodePayload) -> None:

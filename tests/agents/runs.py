@@ -1,5 +1,6 @@
 """Configurations of small real runs of agents for the tests."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ CORRIDOR = f"{Path(__file__).with_name('corridor.py')}:Corridor"
 TALK = f"{Path(__file__).with_name('talk.py')}:Talk"
 
 
-def by_length(self: ActionConfig, text: str, cut: bool = False) -> ParsedAnswer:
+def by_length(self: ActionConfig, text: str, cut: bool = False, tools: Sequence[Any] = ()) -> ParsedAnswer:
     """An action for every answer of an untrained model; none if the answer begins with a digit."""
     if text[:1].isdigit():
         return ParsedAnswer(error="no_action", detail="begins with a digit")

@@ -401,3 +401,27 @@ def test_refused_arguments_are_named():
     }
     for text, word in named.items():
         assert word in parse_answer(text, "pyautogui").detail
+
+
+CLICK = {"name": "click", "parameters": {"properties": {"bid": {"type": "string"}, "button": {"type": "string"}}}}
+
+
+@pytest.mark.parametrize("text", ["Action: {}", "I click. <action>{}</action>", '{{"action": "{}"}}'])
+def test_arguments_without_names_are_named_by_the_tool_that_is_called(text):
+    tools, format = [{"type": "function", "function": CLICK}], {"A": "call", "I": "tag", "{": "json"}[text[0]]
+
+    def read(call, **options):
+        return parse_answer(text.format(call), format, **options)
+
+    for call, expected in (("click('12')", {"bid": "12"}), ("click('12', 'left')", {"bid": "12", "button": "left"})):
+        (action,) = read(call, tools=tools).actions
+        assert (action.name, action.arguments) == ("click", expected)
+    (action,) = read("click('12', button='left')", tools=tools).actions
+    assert action.arguments == {"bid": "12", "button": "left"}
+    assert read("click('12', 'left', 3)", tools=tools).error == "wrong_shape"
+    assert read("click('12', bid='13')", tools=tools).error == "duplicate"
+    assert read("tap('12')", tools=tools).error == "wrong_shape"
+    assert read("click('12')").error == "wrong_shape"
+    assert read("click('12')", tools=tools, strict=True).error is not None or format == "json"
+    config = ActionConfig(format)
+    assert config.parse(text.format("click('12')"), tools=tools).actions[0].arguments == {"bid": "12"}

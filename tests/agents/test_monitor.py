@@ -34,6 +34,23 @@ def warned(steps, **options):
     return found, warnings.said
 
 
+def test_what_an_agent_program_gets_of_a_response_is_said_as_it_is():
+    steps = [{"cut": 0.9, "unreadable": 0.9, "empty": 0.1, "refused": 1.0, "below_silence": 1.0}] * 5
+
+    def said(**options):
+        warnings = RunWarnings(None, alarms=agent_alarms(config("noop"), **options))
+        for number, metrics in enumerate(steps, 1):
+            warnings.step(number, {f"episode/{name}": value for name, value in metrics.items()})
+        return warnings.said
+
+    program, own = said(program=True), said()
+    assert program.keys() == {"cut", "unreadable"}
+    assert "the program gets their text without calls; raise sampler.max_new_tokens" in program["cut"]
+    assert "an invalid tool call, which the program does not get as a call" in program["unreadable"]
+    assert "so nothing of them is executed; raise sampler.max_new_tokens" in own["cut"]
+    assert "silence_pays" in own
+
+
 def test_counts_of_episodes_and_of_those_below_silence():
     said = {"answers": ["a", "b"], "errors": ["", "empty"], "rewards": [-0.1, 0.0], "ending": "unreadable"}
     tried = {"answers": ["a", "b"], "errors": ["", ""], "rewards": [-0.1, -0.1], "ending": "truncated"}

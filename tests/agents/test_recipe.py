@@ -236,3 +236,18 @@ def test_training_tasks_may_not_be_evaluated_on(tmp_path, folder):
     config.data.seen = True
     with pytest.raises(UserError, match="seen is only for evaluation sets"):
         AgentRecipe(config)
+
+
+def test_an_evaluation_names_the_code_in_the_options_of_its_environment(tmp_path, folder):
+    judge = tmp_path / "judge.py"
+
+    def setting(code):
+        judge.write_text(code)
+        options = {"judge": f"{judge}:judge"}
+        config = make_config(tmp_path, folder, factory="tests.agents.small_grid:small_grid", kwargs=options, workers=1)
+        with contextlib.closing(AgentRecipe(config)) as recipe:
+            return recipe.measures(recipe.policy, "heldout", Step())[0].setting
+
+    before, after = setting("def judge(): return 0\n"), setting("def judge(): return 1\n")
+    assert before["named"].keys() == after["named"].keys() == {"kwargs.judge"}
+    assert before["named"] != after["named"]

@@ -137,3 +137,24 @@ def test_output_folder_that_is_a_file(below, lab, refused):
 )
 def test_output_folders_that_cannot_be(override, message, lab, refused):
     assert message in refused("train", lab.config, override)
+
+
+def test_resume_with_other_contents_of_named_files(lab, mmrl):
+    template, rewards = lab.folder / "mine.jinja", lab.folder / "mine.py"
+    template.write_text((lab.model / "chat_template.jinja").read_text())
+    rewards.write_text("def mine(prompts, completions): return [float(len(text)) for text in completions]\n")
+    settings = [f"model.chat_template={template}", f"rewards=[{{name: mine, function: '{rewards}:mine'}}]"]
+
+    def resumed(*options):
+        code, lines = mmrl("train", lab.config, *settings, *options)
+        assert code == 0
+        return [line for line in lines if "different settings" in line]
+
+    assert resumed() == []
+    template.write_text(template.read_text() + "{# another #}")
+    rewards.write_text(rewards.read_text() + "# another\n")
+    (warning,) = resumed("trainer.steps=3", "--resume")
+    assert "contents of model.chat_template " in warning
+    assert "contents of rewards.0.function " in warning
+    assert "contents of data" not in warning
+    assert resumed("trainer.steps=3", "--resume") == []

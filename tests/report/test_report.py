@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw
 
+from mmrl.report.curves import by_kind, chart_title, subjects
 from mmrl.report.page import write_report
+from mmrl.report.report_tables import unit_of
 from mmrl.runs.records import SampleRecord, write_samples
-from mmrl.runs.tracking import Tracker
+from mmrl.runs.tracking import Tracker, metric_definitions
 from tests.report.pages import Page, log_evaluation
 
 HOSTILE = '</div><script>alert("1")</script> & <answer>5</answer>'
@@ -327,3 +329,21 @@ def test_later_evaluations_of_a_finished_run_do_not_move_its_headline(tmp_path):
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     assert "60.0%" in text
     assert "90.0%" not in text
+
+
+def test_the_number_of_decisions_is_named_by_domain():
+    named = {"vlm": "Response length", "aepo": "Response length", "masked": "Response length"}
+    named |= {
+        "agent": "Tokens per episode",
+        "robot_ppo": "Decisions per sample",
+        "diffusion_nft": "Decisions per sample",
+    }
+    for recipe, title in (named | {"my_module:Recipe:Config": "Decisions per sample"}).items():
+        assert chart_title("Decisions per sample", recipe) == title
+    assert chart_title("optim") == "Optimiser"
+    names = ["response/length_mean", "response/length_max"]
+    assert ("Decisions per sample", names) in [*subjects(names)]
+    for recipe in ("vlm", "agent", "robot_ppo", "srpo", "flow_grpo", ""):
+        known = metric_definitions(recipe)
+        assert {unit_of(known[name]) for name in names} == {"decisions"}
+        assert [*by_kind(names, known.get)] == ["counts"]

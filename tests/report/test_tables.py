@@ -3,7 +3,7 @@ import pytest
 from mmrl.report.folder import read_run
 from mmrl.report.gallery import readable_answer
 from mmrl.report.page import outcome, write_report
-from mmrl.report.report_tables import headline
+from mmrl.report.report_tables import headline, part_lines, part_tables
 from mmrl.runs.metrics import measured
 from mmrl.runs.records import Outcome, SampleRecord, write_outcomes, write_samples
 from mmrl.runs.statistics import difference_interval, paired_difference, wilson_interval
@@ -136,3 +136,16 @@ def test_the_metric_that_chooses_the_best_checkpoint_comes_first(tmp_path):
 
 def test_values_of_a_data_column_with_slashes_are_no_metrics_of_their_own():
     assert measured([{"accuracy/greedy": 0.5, "accuracy/greedy/form=a/b": 1.0}], ("accuracy/",)) == ["accuracy/greedy"]
+
+
+def test_lines_of_parts_have_every_split_and_the_page_only_those_with_parts(tmp_path):
+    log_outcomes(tmp_path, 0, [0.0] * 4 + [1.0] * 4, ["wrong", "none"] * 4)
+    plain = [Outcome(f"q{number}", {"accuracy/greedy": float(number < 3)}) for number in range(4)]
+    write_outcomes(tmp_path, 0, "plain", plain)
+    metrics = {"n": 4, "accuracy/greedy": 0.75, "accuracy/greedy/low": 0.3, "accuracy/greedy/high": 0.95}
+    Tracker(tmp_path).evaluation(0, "during", "plain", metrics)
+    lines = part_lines([tmp_path])
+    assert [line for line in lines if not line.startswith(" ")] == ["test, greedy", "plain, greedy"]
+    (shown,) = [line.split() for line in lines[lines.index("plain, greedy") :] if line.split()[0] == "all"]
+    assert shown[:3] == ["all", "4", "75.0%"]
+    assert [table["split"] for table in part_tables([read_run(tmp_path)])] == ["test"]

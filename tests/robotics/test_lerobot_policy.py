@@ -20,6 +20,7 @@ from mmrl.cli import main
 from mmrl.errors import RunError, UserError
 from robotics.episodes.collect import TemporalEnsemble
 from robotics.policies.base.action_policy import PolicyInputs, open_policy
+from robotics.policies.lerobot import service
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
 from robotics.policies.policy_loading import check_fit
 from tests.robotics import lerobot_policies
@@ -248,3 +249,16 @@ def test_policies_of_two_cameras_see_both(lerobot, built, kind, tmp_path):
 def test_what_lerobot_cannot_load_is_named(lerobot, tmp_path):
     with pytest.raises(UserError, match=r"is not a LeRobot policy: it has no config\.json"):
         LeRobotPolicy(LeRobotPolicyConfig(str(tmp_path), python=lerobot))
+
+
+def test_settings_of_a_folder_that_cannot_be_read_are_refused(tmp_path, monkeypatch):
+    file = tmp_path / service.PREPROCESSOR
+    for content, reason in (("{", "cannot be read as JSON"), ("[" * 20_000, "RecursionError"), ("[]", "not list")):
+        file.write_text(content)
+        with pytest.raises(service.RefusedError, match=f"{service.PREPROCESSOR} .*{reason}"):
+            service.read_settings(file)
+    file.write_text('{"steps": []}')
+    assert service.read_settings(file) == {"steps": []}
+    monkeypatch.setattr(service, "LARGEST_SETTINGS", 12)
+    with pytest.raises(service.RefusedError, match="has 13 bytes; at most 12 are allowed"):
+        service.read_settings(file)

@@ -106,7 +106,7 @@ def test_an_unreadable_image_is_left_to_the_run(tmp_path):
 
 
 def test_a_moved_video_is_the_same_data_another_one_is_not(tmp_path, monkeypatch):
-    from mmrl.runs import fingerprint
+    from mmrl import files
     from mmrl.vlm.data.task import VideoClip
 
     def digest(folder, content):
@@ -115,8 +115,8 @@ def test_a_moved_video_is_the_same_data_another_one_is_not(tmp_path, monkeypatch
         return content_digest([VideoClip(str(tmp_path / folder / "a.mp4"))])
 
     assert digest("here", b"one") == digest("there", b"one") != digest("there", b"two")
-    monkeypatch.setattr(fingerprint, "READ_WHOLE", 8)
-    monkeypatch.setattr(fingerprint, "READ_END", 2)
+    monkeypatch.setattr(files, "READ_WHOLE", 8)
+    monkeypatch.setattr(files, "READ_END", 2)
     same = digest("here", b"ab......yz")
     assert same == digest("there", b"ab..,,..yz"), "of a large file the ends are read"
     assert same != digest("there", b"ab......yx")

@@ -172,11 +172,11 @@ def test_every_metric_has_one_sentence():
 
 FOREIGN = {
     "mmrl": "denois latent velocit robot gripper",
-    "diffusion": "token answer question episode robot gripper simulator",
-    "robotics": "denois latent prompt question answer token",
+    "diffusion": "token answer question response episode robot gripper simulator",
+    "robotics": "denois latent prompt question answer response token",
 }
 """Words of other domains by the package of a recipe."""
-NAMED_FOR_A_DOMAIN = ("accuracy", "terms", "success", "episode", "sim", "tokens", "memory", "response", "rollers")
+NAMED_FOR_A_DOMAIN = ("accuracy", "terms", "success", "episode", "sim", "tokens", "memory", "rollers")
 """Families of shared metrics whose names say what they are about."""
 
 
@@ -228,7 +228,7 @@ def test_console_shows_plain_lines_without_a_terminal():
     console.evaluation(7, "during", "test[a]", accuracy)
     console.close()
     header, line, evaluation = stream.getvalue().splitlines()
-    assert header.split() == ["step", "reward", "loss", "KL", "entropy", "tok/s", "seconds"]
+    assert header.split() == ["step", "reward", "loss", "KL", "entropy", "dec/s", "seconds"]
     assert line.split() == [*["7/120", "0.5000", "-0.0100", "1.23e-03", "1.500", "812", "2.00"], "(rollout", "1.50)"]
     assert evaluation == "evaluation at step 7 (during, test[a] of 400 tasks): greedy 50.0% [45.0, 55.0]"
     assert "\x1b" not in stream.getvalue()
@@ -258,7 +258,7 @@ def test_console_columns_stay_aligned_when_values_are_missing(monkeypatch):
     header, *rows = stream.getvalue().splitlines()
     assert {len(row.split("(")[0].rstrip()[:48]) for row in rows} == {48}
     assert [row.split()[1:6].count("-") for row in rows] == [0, 5, 1]
-    assert header.index("tok/s") + len("tok/s") == rows[0].index("812") + len("812")
+    assert header.index("dec/s") + len("dec/s") == rows[0].index("812") + len("812")
 
 
 def test_console_has_no_columns_for_what_a_run_does_not_measure(monkeypatch):
@@ -271,9 +271,9 @@ def test_console_has_no_columns_for_what_a_run_does_not_measure(monkeypatch):
     console.log(2, supervised)
     console.log(3, {**supervised, "policy/entropy": 1.0})  # such as the first step after a critic's warm-up
     lines = [line.split() for line in stream.getvalue().splitlines()]
-    assert lines[0] == ["step", "loss", "tok/s", "seconds"]
+    assert lines[0] == ["step", "loss", "dec/s", "seconds"]
     assert lines[1] == ["1/3", "2.0000", "300", "(batch", "0.50)"]
-    assert lines[3] == ["step", "loss", "entropy", "tok/s", "seconds"]
+    assert lines[3] == ["step", "loss", "entropy", "dec/s", "seconds"]
     assert len(lines) == 5
 
 

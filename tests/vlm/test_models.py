@@ -139,6 +139,8 @@ def test_saved_adapters_are_restored_bit_for_bit(folder, tmp_path):
         lora(folder, targets=["q_proj"]).load_weights(tmp_path)
     with pytest.raises(UserError, match="do not fit"):
         lora(folder, rank=2).load_weights(tmp_path)
+    with pytest.raises(UserError, match=r"has lora_alpha \d+ instead of 5; set model\.lora\.alpha=\d+"):
+        lora(folder, alpha=5).load_weights(tmp_path)
 
 
 def test_an_adapter_folder_loads_as_a_model(folder, tmp_path):

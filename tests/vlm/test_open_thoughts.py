@@ -165,5 +165,13 @@ def test_thoughts_of_earlier_answers_leave_the_history(thinker):
     assert f"assistant\n{said}{eos}" in tokenizer.decode(spelled)
     for token in map(tokenizer.convert_tokens_to_ids, (eos, "<|image_pad|>")):
         assert spelled.count(token) == bare.count(token), "an answer's characters are no control token"
+    start = tokenizer.encode("so</think>\n\ntap ", add_special_tokens=False, split_special_tokens=True)
+    mark = tokenizer.convert_tokens_to_ids("<|im_start|>")
+    writer = Writer(thinker, ConversationConfig(system="", drop_thoughts=True), "Walk.")
+    conversation = writer.begin(AgentTask("one"), look)
+    writer.answer(conversation, [*start, mark, *tokenizer.encode("here"), tokenizer.eos_token_id])
+    spoken = conversation.parts[-1].spoken.input_ids.tolist()
+    assert spoken.count(mark) == 1, "a control token that was sampled is no text"
+    assert tokenizer.decode(spoken) == f"tap <|im_start|>here{eos}"
     with torch.no_grad():  # the images' features are those of the whole parts
         assert bool(torch.isfinite(thinker.encode_prefix([dropped]).last_state).all())

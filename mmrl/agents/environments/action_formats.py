@@ -29,6 +29,11 @@ TOKEN = re.compile(
 )
 
 
+Parameters = Mapping[str, Sequence[str]]
+"""Names of an action's parameters in their order, by the action's name."""
+NO_PARAMETERS: Parameters = {}
+
+
 class UnreadableError(ValueError):
     """The response has no readable action."""
 
@@ -49,12 +54,26 @@ def read_literal(text: str) -> Any:
     return value
 
 
-def read_call(text: str) -> tuple[str, dict[str, Any]]:
-    """Read a call such as `click(start_box='(10,20)', times=2)`."""
+def read_call(text: str, parameters: Parameters = NO_PARAMETERS) -> tuple[str, dict[str, Any]]:
+    """Read a call such as `click(start_box='(10,20)', times=2)`; `parameters` name the arguments of `click('12')`."""
     name, values, arguments = parse_call(text)
-    if values:
+    if not values:
+        return name, arguments
+    known = parameters.get(name, ())
+    if not known:
         raise UnreadableError("wrong_shape", f"{name} has an argument without a name; write {name}(name=value)")
-    return name, arguments
+    if len(values) > len(known):
+        raise UnreadableError("wrong_shape", f"{name} takes {len(known)} arguments, but {len(values)} are given")
+    placed = dict(zip(known, values, strict=False))
+    if twice := placed.keys() & arguments.keys():
+        raise UnreadableError("duplicate", f"{name} has an argument twice: {', '.join(sorted(twice))}")
+    return name, placed | arguments
+
+
+def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ...]]:
+    """Names of the parameters of each tool, in the order of its JSON schema."""
+    functions = [tool["function"] for tool in tools]
+    return {one["name"]: tuple((one.get("parameters") or {}).get("properties") or ()) for one in functions}
 
 
 def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
@@ -150,7 +169,7 @@ MARKER = re.compile(r"^[ \t]*Action:", re.MULTILINE)
 OPEN, CLOSE = re.compile(r"<action>", re.IGNORECASE), re.compile(r"</action>", re.IGNORECASE)
 
 
-def read_object(text: str, strict: bool) -> Found:
+def read_object(text: str, strict: bool, parameters: Parameters = NO_PARAMETERS) -> Found:
     """Read a JSON object with `thoughts` and `action`.
 
     `action` is a name, a number, or an object with `name` and `arguments`; or a list of these. Strict: the answer is
@@ -158,7 +177,7 @@ def read_object(text: str, strict: bool) -> Found:
     given next to a name, and a name may be written as a call.
     """
     if not strict:
-        return _first_object(text)
+        return _first_object(text, parameters)
     if not text.startswith("{"):
         raise UnreadableError("no_action", f"the answer begins with {text[:20]!r}, not with a JSON object")
     value, end = decode_json(text)
@@ -167,12 +186,12 @@ def read_object(text: str, strict: bool) -> Found:
     return actions_in(value, strict)
 
 
-def read_calls(text: str, strict: bool) -> Found:
+def read_calls(text: str, strict: bool, parameters: Parameters = NO_PARAMETERS) -> Found:
     """Read `Thought: ...` and `Action: name(key=value)`, several calls with a blank line between them.
 
     Strict: the lines begin with these words, and nothing else is there. Tolerant: the text after the last `Action:`,
-    or from the first line that begins with a call; text after the calls is ignored, and quotes inside the only argument
-    of a call need no escape.
+    or from the first line that begins with a call; text after the calls is ignored, quotes inside the only argument
+    of a call need no escape, and arguments of actions with known `parameters` need no names.
     """
     markers = list(MARKER.finditer(text))
     if strict and len(markers) != 1:
@@ -185,7 +204,7 @@ def read_calls(text: str, strict: bool) -> Found:
     if strict and thought and not thought.startswith("Thought:"):
         raise UnreadableError("extra_text", f"before Action: stands {thought[:40]!r}, expected Thought: or nothing")
     pieces = _split_calls(calls.strip().strip("`").strip(), strict)
-    return thought.removeprefix("Thought:").strip(), [_call(piece, strict) for piece in pieces]
+    return thought.removeprefix("Thought:").strip(), [_call(piece, strict, parameters) for piece in pieces]
 
 
 def read_text(text: str, strict: bool) -> Found:
@@ -193,11 +212,12 @@ def read_text(text: str, strict: bool) -> Found:
     return "", [(SAY, {"text": text})]
 
 
-def read_tags(text: str, strict: bool) -> Found:
+def read_tags(text: str, strict: bool, parameters: Parameters = NO_PARAMETERS) -> Found:
     """Read `<action>3</action>`: a name, a number or a call between tags, with thoughts in front of them.
 
     Strict: each opening tag has its closing one, without text between and after them. Tolerant: any case, text after
-    a tag is ignored, and a closing tag may be missing at the end of the answer.
+    a tag is ignored, a closing tag may be missing at the end of the answer, and arguments of actions with known
+    `parameters` need no names.
     """
     opening = OPEN.search(text) if not strict else re.search("<action>", text)
     if opening is None:
@@ -213,7 +233,7 @@ def read_tags(text: str, strict: bool) -> Found:
         if closing is None and strict:
             raise UnreadableError("malformed", "an <action> is not closed")
         end = len(text) if closing is None else closing.start()
-        found.append(_tagged(text[opening.end() : end].strip(), strict))
+        found.append(_tagged(text[opening.end() : end].strip(), strict, parameters))
         position = end if closing is None else closing.end()
         opening = OPEN.search(text, position)
     if strict and text[position:].strip():
@@ -221,7 +241,7 @@ def read_tags(text: str, strict: bool) -> Found:
     return thought, found
 
 
-def _first_object(text: str) -> Found:
+def _first_object(text: str, parameters: Parameters) -> Found:
     """Read the first object that has the shape of an action."""
     position, problem = 0, UnreadableError("no_action", "there is no JSON object with an action in the answer")
     for _ in range(MAX_CANDIDATES):
@@ -239,17 +259,17 @@ def _first_object(text: str) -> Found:
             continue
         # other objects, such as an example in the thoughts, are passed over
         if isinstance(value, dict) and ("action" in value or "name" in value):
-            return actions_in(value, strict=False)
+            return actions_in(value, False, parameters)
     raise problem
 
 
-def actions_in(value: Any, strict: bool) -> Found:
+def actions_in(value: Any, strict: bool, parameters: Parameters = NO_PARAMETERS) -> Found:
     """Thought and actions of a JSON object."""
     check_value(value)
     if not isinstance(value, dict):
         raise UnreadableError("wrong_shape", f"the answer is a {type(value).__name__}, expected an object")
     if not strict and "action" not in value:
-        return _thought_in(value, strict), [_named(value, strict)]
+        return _thought_in(value, strict), [_named(value, strict, parameters)]
     if "action" not in value:
         raise UnreadableError("wrong_shape", "the object has no action")
     action = value["action"]
@@ -258,10 +278,10 @@ def actions_in(value: Any, strict: bool) -> Found:
         raise UnreadableError("wrong_shape", f"the object has more than thoughts and action: {', '.join(rest)[:80]}")
     thought = _thought_in(value, strict)
     if isinstance(action, list):
-        return thought, [_named(each, strict) for each in action]
+        return thought, [_named(each, strict, parameters) for each in action]
     if rest and not isinstance(action, dict):
-        return thought, [_named({"name": action, **rest}, strict)]
-    return thought, [_named(action, strict)]
+        return thought, [_named({"name": action, **rest}, strict, parameters)]
+    return thought, [_named(action, strict, parameters)]
 
 
 def _thought_in(value: Mapping[str, Any], strict: bool) -> str:
@@ -271,13 +291,13 @@ def _thought_in(value: Mapping[str, Any], strict: bool) -> str:
     return thought.strip() if isinstance(thought, str) else json.dumps(thought)
 
 
-def _named(value: Any, strict: bool) -> NamedAction:
+def _named(value: Any, strict: bool, parameters: Parameters) -> NamedAction:
     """Name and arguments of an action in JSON."""
     if type(value) is int:
         return str(value), {}
     if isinstance(value, str) and value.strip():
         if not strict and CALL.match(value):
-            return read_call(value)
+            return read_call(value, parameters)
         return _name(value), {}
     if not isinstance(value, dict) or type(value.get("name", value.get("action"))) not in (str, int):
         raise UnreadableError("wrong_shape", "an action is a name, or an object with a name and arguments")
@@ -327,9 +347,9 @@ def _split_calls(text: str, strict: bool) -> list[str]:
     return ["\n".join(piece) for piece in pieces]
 
 
-def _call(text: str, strict: bool) -> NamedAction:
+def _call(text: str, strict: bool, parameters: Parameters) -> NamedAction:
     try:
-        return read_call(text)
+        return read_call(text, NO_PARAMETERS if strict else parameters)
     except UnreadableError as error:
         only = re.fullmatch(r"\s*(\w+)\(\s*(\w+)\s*=\s*(['\"])(.*)\3\s*\)\s*", text, re.DOTALL)
         if strict or error.code != "malformed" or only is None or re.search(r"['\"]\s*,\s*\w+\s*=", only[4]):
@@ -337,9 +357,9 @@ def _call(text: str, strict: bool) -> NamedAction:
         return only[1], {only[2]: only[4]}
 
 
-def _tagged(text: str, strict: bool) -> NamedAction:
+def _tagged(text: str, strict: bool, parameters: Parameters) -> NamedAction:
     if CALL.match(text):
-        return _call(text, strict)
+        return _call(text, strict, parameters)
     return _name(text if strict else text.strip("'\"` \t")), {}
 
 

@@ -18,6 +18,7 @@ from mmrl.agents.environments.action_formats import (
     SAY,
     NamedAction,
     UnreadableError,
+    parameters_of,
     read_calls,
     read_object,
     read_tags,
@@ -102,14 +103,16 @@ class ParsedAnswer:
 class ActionFormat:
     """One way to write actions."""
 
-    read: Callable[[str, bool], tuple[str, list[NamedAction]]]
-    """(answer, strict) to its thought and actions."""
+    read: Callable[..., tuple[str, list[NamedAction]]]
+    """(answer, strict) to its thought and actions; with `takes_parameters` also (answer, strict, parameters)."""
     write: Callable[[str, Sequence[NamedAction]], str]
     """(thought, actions) to an answer."""
     example: str
     """A response in this format."""
     manual: str
     """Instruction for prompts."""
+    takes_parameters: bool = False
+    """Whether arguments without names are read, by the order of the tools' parameters."""
 
 
 @dataclass
@@ -182,12 +185,12 @@ class ActionConfig:
             del found["max_invalid"]
         return found
 
-    def parse(self, text: str, cut: bool = False) -> ParsedAnswer:
+    def parse(self, text: str, cut: bool = False, tools: Sequence[Mapping[str, Any]] = ()) -> ParsedAnswer:
         """Read a response with `parse_answer`; a response truncated at the length limit has no action."""
         # what can be read of it may be a part of another action
         if cut:
             return ParsedAnswer(error=CUT, detail="the answer was cut at the limit of its length")
-        return parse_answer(text, self.name, strict=self.strict, max_actions=self.limit)
+        return parse_answer(text, self.name, strict=self.strict, max_actions=self.limit, tools=tools)
 
     def accept(self, found: NativeAnswer, text: str, cut: bool = False) -> ParsedAnswer:
         """The actions of a response `text` whose native calls have been read; a truncated one has none."""
@@ -255,7 +258,14 @@ def find_format(name: str) -> ActionFormat:
     return ActionFormat(read, write, "", inspect.getdoc(function) or "")
 
 
-def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: int = 1) -> ParsedAnswer:
+def parse_answer(
+    text: str,
+    format: str,
+    *,
+    strict: bool = False,
+    max_actions: int = 1,
+    tools: Sequence[Mapping[str, Any]] = (),
+) -> ParsedAnswer:
     """Read the actions of a response; a leading thinking block, <think> to </think>, is part of the thought.
 
     Args:
@@ -263,6 +273,8 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
         format: key of `FORMATS`, or a `module:function`.
         strict: whether the answer must follow the format exactly.
         max_actions: maximum per answer; more are an error if strict, and ignored otherwise.
+        tools: JSON schemas of the actions, if known. The order of their parameters names the arguments of calls such
+            as click('12') in the formats json, call and tag, if not strict.
 
     Returns:
         Actions or an error, never both.
@@ -276,7 +288,9 @@ def parse_answer(text: str, format: str, *, strict: bool = False, max_actions: i
             raise UnreadableError("unfinished_thought", "the answer ends before </think>")
         if not rest.strip():
             raise UnreadableError("empty", "there is no text after the thinking")
-        thought, named = find_format(format).read(rest.strip(), strict)
+        reader = find_format(format)
+        known = [parameters_of(tools)] if reader.takes_parameters else []
+        thought, named = reader.read(rest.strip(), strict, *known)
         if not named:
             raise UnreadableError("no_action", "nothing in the answer is an action")
         if strict and len(named) > max_actions:
@@ -321,6 +335,7 @@ FORMATS: dict[str, ActionFormat] = {
         '{"thoughts": "The door is ahead.", "action": "forward"}',
         'Answer with a JSON object that has "thoughts" and "action"; an action with arguments is an object with "name" '
         'and "arguments".',
+        takes_parameters=True,
     ),
     "call": ActionFormat(
         read_calls,
@@ -328,12 +343,14 @@ FORMATS: dict[str, ActionFormat] = {
         "Thought: The button is below.\nAction: click(x=10, y=20)",
         "Answer with a line that begins with Thought: and a line that begins with Action:, which calls an action with "
         "named arguments.",
+        takes_parameters=True,
     ),
     "tag": ActionFormat(
         read_tags,
         write_tags,
         "The goal is above. <action>up</action>",
         "Think, then give the action between <action> and </action>.",
+        takes_parameters=True,
     ),
     "tool_call": ActionFormat(
         read_tool_calls,

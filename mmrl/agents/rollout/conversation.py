@@ -11,6 +11,7 @@ before; it begins again if the window of turns or images moves on, or if the cha
 
 from __future__ import annotations
 
+import bisect
 import copy
 import dataclasses
 import functools
@@ -185,6 +186,7 @@ class Writer:
         native: format of the model's own tool calls, key of `CALL_FORMATS`; empty if they are not read.
         template: how the chat template handles tools, for `history: template`.
         max_turns: turns of an episode, for `budget_notice`.
+        known: JSON schemas of the environment's actions, which name arguments that a response gives without names.
 
     Raises:
         UserError: `max_result_tokens` is too small for the mark.
@@ -200,11 +202,13 @@ class Writer:
         *,
         template: ToolTemplate | None = None,
         max_turns: int = 0,
+        known: Sequence[dict[str, Any]] = (),
     ) -> None:
         self._policy = policy
         self._config = config
         self._system = system
         self.tools = list(tools)
+        self._known = [*known]
         self.native = native
         """Format of the model's own tool calls, key of `CALL_FORMATS`; empty if they are not read."""
         self._template = template
@@ -243,7 +247,7 @@ class Writer:
         """The actions of the last response."""
         if self.native:
             return actions.accept(self.read(conversation, ids, finish, self.tools), text, finish == "length")
-        return actions.parse(text, cut=finish == "length")
+        return actions.parse(text, cut=finish == "length", tools=self._known)
 
     def read(
         self, conversation: Conversation, ids: list[int], finish: str, tools: Sequence[dict[str, Any]]
@@ -425,10 +429,24 @@ class Writer:
         spoken = final_part(text)
         if spoken == text:
             return None
+        return text_prompt(torch.tensor(self._past_answer(ids, (spoken or "").lstrip("\n")), dtype=torch.int64))
+
+    def _past_answer(self, ids: list[int], text: str) -> list[int]:
+        """Tokens of an earlier answer of which only `text`, its end, stays; as far as possible, the sampled ones.
+
+        Encoded again, control tokens would become characters, and characters that look like them control tokens.
+        """
+        turns = self._policy.turns
+        # the first of the tokens whose text is no longer than what stays
+        first = bisect.bisect_left(range(len(ids)), -len(text), key=lambda at: -len(turns.decode([ids[at:]])[0]))
+        shown = turns.decode([ids[first:]])[0]
+        if text.endswith(shown):
+            before = text.removesuffix(shown)
+            # a space that decoding leaves out before the first word is part of its token
+            word = "".join(turns.tokenizer.convert_ids_to_tokens(ids[first : first + 1]))
+            return [*turns.encode_past("" if before == " " and word.startswith("\u2581") else before), *ids[first:]]
         # The end token is copied from the sampled ids: the turn after it was encoded to follow exactly this token.
-        kept = self._policy.turns.encode_past((spoken or "").lstrip("\n"))
-        end = [token for token in ids[-1:] if token in self._policy.eos_ids]
-        return text_prompt(torch.tensor([*kept, *end], dtype=torch.int64))
+        return [*turns.encode_past(text), *(token for token in ids[-1:] if token in self._policy.eos_ids)]
 
     def _without_open_thought(self, prompt: Prompt) -> Prompt:
         """A prompt without the `<think>` that it ends with; it shares its images' features with the whole one."""

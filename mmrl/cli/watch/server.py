@@ -15,6 +15,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from functools import partial
 from http.cookies import CookieError, SimpleCookie
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,11 +28,11 @@ from mmrl.cli.watch.folders import WatchedFolders
 from mmrl.cli.watch.runs import WatchedRun, short
 from mmrl.files import open_file
 from mmrl.report.charts import COLOURS
-from mmrl.report.curves import CHARTS, LOGARITHMIC, UNCHARTED, UNITS, by_kind, subjects
+from mmrl.report.curves import CHARTS, LOGARITHMIC, UNCHARTED, UNITS, by_kind, chart_title, subjects
 from mmrl.runs.metrics import label, measured
 from mmrl.runs.records import finite_or_none
 from mmrl.runs.statistics import HEADLINES, SHARES
-from mmrl.runs.tracking import describe_metric
+from mmrl.runs.tracking import describe_metric, metric_definitions
 
 POINTS = 300
 MOST_PROTOCOLS = 3
@@ -43,8 +44,10 @@ def charts(runs: Sequence[WatchedRun], points: int = POINTS) -> list[dict[str, A
     drawn = _evaluation_charts(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.metrics.names() if name != "time"))
     names = [name for name in names if not name.startswith((*UNCHARTED, "warnings/"))]
+    recipes = {str(run.settings().get("recipe", "")) for run in runs}
+    recipe = recipes.pop() if len(recipes) == 1 else ""
     for title, chosen in subjects(names):
-        found = _metric_charts(title, chosen, runs, points)
+        found = _metric_charts(title, chosen, runs, points, recipe)
         drawn += found if title in CHARTS else [{**chart, "more": True} for chart in found]
     return drawn
 
@@ -100,9 +103,12 @@ def _estimates(rows: Sequence[Mapping[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
-def _metric_charts(title: str, names: Sequence[str], runs: Sequence[WatchedRun], points: int) -> list[dict[str, Any]]:
-    """One chart for each kind of number among some metrics."""
-    kinds, found = by_kind(names, describe_metric), []
+def _metric_charts(
+    title: str, names: Sequence[str], runs: Sequence[WatchedRun], points: int, recipe: str
+) -> list[dict[str, Any]]:
+    """One chart for each kind of number among some metrics, in the words of a recipe."""
+    describe = partial(describe_metric, definitions=metric_definitions(recipe))
+    kinds, found = by_kind(names, describe), []
     for kind, chosen in kinds.items():
         unit = UNITS.get(kind, "")
         series = [
@@ -113,8 +119,9 @@ def _metric_charts(title: str, names: Sequence[str], runs: Sequence[WatchedRun],
         ]
         series = [one for one in series if any(one["mean"])]
         if series:
-            shown = title if len(kinds) == 1 else f"{title}, {kind}"
-            about = {label(name): describe_metric(name) or "" for name in chosen}
+            subject = chart_title(title, recipe) if title in CHARTS else title
+            shown = subject if len(kinds) == 1 else f"{subject}, {kind}"
+            about = {label(name): describe(name) or "" for name in chosen}
             found.append({"title": shown, "unit": unit, "log": title in LOGARITHMIC, "series": series, "about": about})
     return found
 

@@ -7,8 +7,8 @@
     actions: {format: text}
 
 A task is the id of a BrowserGym environment as `name`; its other entries are passed to the task. With `format: text`
-the response is read as BrowserGym reads it, such as `click('12')`, alone or in its last code block; other formats name
-the arguments, as in `click(bid='12')`. `elapsed_time` is left out of observations, so that equal pages are equal.
+the response is read as BrowserGym reads it, such as `click('12')`, alone or in its last code block; the formats json,
+call and tag also take `click(bid='12')`. `elapsed_time` is left out of observations, so that equal pages are equal.
 
 BrowserGym pins an old playwright, so it runs in its own Python; the browser is the one of `mmrl.gui`, if there is one.
 

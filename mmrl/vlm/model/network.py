@@ -427,7 +427,21 @@ def _read_adapter(model: Any, path: Path) -> dict[str, Tensor]:
     if set(state) != own:
         different = sorted(set(state) ^ own)[:4]
         raise UserError(f"the adapter in {path} has other layers than this model, for example {different}")
+    _check_scale(model, path)
     return state
+
+
+def _check_scale(model: Any, path: Path) -> None:
+    """Reject an adapter that was trained at another scale, at which its weights are another change of the model."""
+    import peft
+
+    saved, own = peft.PeftConfig.from_pretrained(str(path)), model.active_peft_config
+    names = ("lora_alpha", "use_rslora", "alpha_pattern")
+    different = [name for name in names if getattr(saved, name, None) != getattr(own, name, None)]
+    if different:
+        listed = ", ".join(f"{name} {getattr(saved, name, None)} instead of {getattr(own, name)}" for name in different)
+        hint = f"; set model.lora.alpha={saved.lora_alpha}" if "lora_alpha" in different else ""
+        raise UserError(f"the adapter in {path} has {listed}{hint}")
 
 
 def _copy_into(module: nn.Module, state: dict[str, Tensor], path: Path) -> None:

@@ -110,7 +110,7 @@ class Flow3dEvaluation:
     def __init__(self, config: Flow3dEvaluationConfig) -> None:
         self.config = config
         self.eval_tasks = held_out_tasks(config, lambda data, _: list_episodes(data))
-        self._folder = model_folder(config.model.path)
+        self._folder = world_model_folder(config.model.path)
         self.policy: nn.Module = nn.Identity()
         self._source: Source = TrueFlow
         if self._folder is not None:
@@ -128,7 +128,7 @@ class Flow3dEvaluation:
     def measures(self, policy: nn.Module, split: str, step: Step) -> list[FlowLoopMeasure]:
         """Success over the episodes of a set."""
         evaluation, folder = self.config.evaluation, expanded(self.config.output_dir)
-        return [FlowLoopMeasure(self._runner, evaluation, split, folder, self._conditions(), True)]
+        return [FlowLoopMeasure(self._runner, evaluation, split, folder, self._conditions())]
 
     evaluating = staticmethod(nullcontext)
 
@@ -143,7 +143,7 @@ class Flow3dEvaluation:
         import mujoco
 
         settings = dataclasses.asdict(self._runner.settings)
-        weights = TRUTH if self._folder is None else weights_digest(self._folder)
+        weights = TRUTH if self._folder is None else folder_digest(self._folder)
         weights = f"{weights}, still {self.config.model.still_share:g}"
         about = {"weights": weights, "settings": json.loads(json.dumps(settings)), "mujoco": mujoco.__version__}
         # a custom arm comes from files that may change between runs, so their digest is a condition too
@@ -163,7 +163,7 @@ def _disturbed(source: Source, still_share: float) -> Source:
     return StillPoints(source, still_share)
 
 
-def model_folder(path: str) -> Path | None:
+def world_model_folder(path: str) -> Path | None:
     """The folder of a world model; None for the true flow."""
     if path == TRUTH:
         return None
@@ -179,7 +179,7 @@ def model_folder(path: str) -> Path | None:
     return folder
 
 
-def weights_digest(folder: Path) -> str:
+def folder_digest(folder: Path) -> str:
     """Digest of a model's folder."""
     import hashlib
 

@@ -66,7 +66,6 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
     run_dir: Path
     conditions: Mapping[str, Any]
     """Settings and digest of the model, on which stored rows depend in addition to the episodes."""
-    shows_progress: bool = True
 
     protocol = "closed_loop"
 

@@ -28,6 +28,8 @@ TOKENIZERS = ("tokenizer_name", "model_name")
 """Entries of a processor step that refer to a tokenizer; the second is GR00T's."""
 HUB_FILES = ("tokenizer_config.json", "tokenizer.json", "config.json")
 PREPROCESSOR = "policy_preprocessor.json"
+LARGEST_SETTINGS = 64 * 2**20
+"""Maximum size of a JSON file of the folder, in bytes, as of files that the suite reads itself."""
 STATE, IMAGES, TASK, ACTION = "observation.state", "observation.image", "task", "action"
 
 
@@ -129,7 +131,7 @@ class LeRobotService:
         """The folder's processors; a hub tokenizer that they refer to is replaced by the given folder."""
         from lerobot.policies.factory import make_pre_post_processors
 
-        saved = json.loads((self._folder / PREPROCESSOR).read_text(encoding="utf-8"))
+        saved = read_settings(self._folder / PREPROCESSOR)
         # class paths of newer folders end in the name under which overrides are looked up
         named = [
             (step.get("registry_name") or step["class"].rpartition(".")[2], key, step["config"][key])
@@ -451,6 +453,19 @@ class FlowService(LeRobotService):
 
     def _tensor(self, values: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(values).to(self._device)
+
+
+def read_settings(file: Path) -> dict[str, Any]:
+    """A JSON object of a policy's folder, which somebody else may have written; raises RefusedError."""
+    if (size := file.stat().st_size) > LARGEST_SETTINGS:
+        raise RefusedError(f"{file} has {size} bytes; at most {LARGEST_SETTINGS} are allowed")
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"{file} cannot be read as JSON: {type(error).__name__}: {error}") from None
+    if not isinstance(found, dict):
+        raise RefusedError(f"{file} must contain a JSON object, not {type(found).__name__}")
+    return found
 
 
 def data_statistics(processors: list[Any]) -> dict[str, dict[str, list[float]]]:

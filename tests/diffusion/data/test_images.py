@@ -8,6 +8,7 @@ import pytest
 from PIL import Image
 
 from diffusion.data.captioned_images import ImageDataConfig, load_images, write_images
+from diffusion.data.image_pairs import ImagePairConfig, load_pairs
 from mmrl.errors import UserError
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (3, 8, 6, 3), dtype=np.uint8)
@@ -144,3 +145,21 @@ def test_rows_of_a_list_that_name_no_image(row, tmp_path):
     path.write_text(json.dumps(row))
     with pytest.raises(UserError, match=r"list\.jsonl line 1: "):
         load_images(ImageDataConfig(path=str(path)))
+
+
+def test_images_inside_a_parquet_table(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    names = ("image", "chosen", "rejected")
+    features = {"prompt": datasets.Value("string"), **{name: datasets.Image() for name in names}}
+    pixels = dict(zip(names, PIXELS, strict=True))
+    row = {"prompt": "one", **{name: Image.fromarray(each) for name, each in pixels.items()}}
+    path = tmp_path / "list.parquet"
+    datasets.Dataset.from_list([row, row], features=datasets.Features(features)).to_parquet(path)
+    found = load_images(ImageDataConfig(path=str(path)))
+    assert [image.caption for image in found] == ["one", "one"]
+    assert all(np.array_equal(image.read(), pixels["image"]) for image in found)
+    pairs = load_pairs(ImagePairConfig(path=str(path)))
+    assert all(np.array_equal(pair.chosen(), pixels["chosen"]) for pair in pairs.tasks)
+    assert np.array_equal(pairs.tasks[1].rejected(), pixels["rejected"])
+    with pytest.raises(UserError, match=r"column image of row 1 cannot be read .*more than 47"):
+        load_images(ImageDataConfig(path=str(path), max_image_pixels=47))[0].read()

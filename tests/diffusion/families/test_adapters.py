@@ -1,6 +1,7 @@
 """Adapter files of every family, as diffusers, peft and ComfyUI read them."""
 
 import dataclasses
+import json
 import re
 
 import numpy as np
@@ -237,3 +238,22 @@ def test_the_call_of_a_card_of_peft_draws(policy, tmp_path):
     latents = sample_latents(policy, text, torch.tensor([[0, 1]]), LatentSamplerConfig(**sampler))
     expected = policy.family.decode(latents)[0].clamp(0, 1)
     assert relative(torch.as_tensor(np.asarray(names["drawn"])), expected) < 1e-5
+
+
+@with_alpha(4, names=["sd3"])
+def test_the_scale_of_an_adapter_file_is_that_of_its_header(policy, tmp_path):
+    policy.save_pretrained(tmp_path)
+    (file,) = tmp_path.rglob(LORA_FILE)
+    layers, again = load_file(file), load_policy(policy.config, seed=5)
+
+    def read(**header):
+        whole = {f"transformer.{key}": value for key, value in header.items()}
+        save_file(layers, file, metadata={"format": "pt", "lora_adapter_metadata": json.dumps(whole)})
+        again.load_weights(tmp_path)
+        return next(weight.detach().clone() for name, weight in again.named_parameters() if ".lora_B." in name)
+
+    plain = read(r=2, lora_alpha=2)
+    assert torch.allclose(read(r=2, lora_alpha=6), 3 * plain)
+    assert torch.allclose(read(r=2, lora_alpha=2, use_rslora=True), 2**0.5 * plain), "alpha / sqrt(rank)"
+    with pytest.raises(UserError, match=r"some layers a lora_alpha of their own, such as to_q"):
+        read(r=2, lora_alpha=2, alpha_pattern={"to_q": 8})

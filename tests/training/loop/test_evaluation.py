@@ -16,7 +16,8 @@ from rich.live import Live
 
 from mmrl.runs.records import ResumableRows, SampleRecord, read_jsonl
 from mmrl.runs.statistics import cluster_bootstrap_interval, wilson_interval, with_interval
-from mmrl.runs.tracking import ConsoleSink
+from mmrl.runs.tracking import ConsoleSink, TrackingConfig
+from mmrl.training import run
 from mmrl.training.evaluation import Measure, evaluate_tasks, unscored
 from mmrl.training.processes import make_accelerator
 
@@ -108,6 +109,20 @@ def test_a_run_that_never_ended_does_not_silence_the_bars_of_later_ones(monkeypa
     monkeypatch.setattr("sys.stdout", out)
     evaluate(Squares())
     assert "evaluation, tasks" in out.getvalue()
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_quiet_evaluations_without_training_show_no_bar(quiet, monkeypatch):
+    monkeypatch.setattr("mmrl.runs.tracking._CONSOLES", WeakValueDictionary())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setattr("sys.stdout", out := Terminal())
+    recipe = SimpleNamespace(eval_tasks={"held_out": [1]}, policy=torch.nn.Linear(1, 1), close=lambda: None)
+    monkeypatch.setattr(run, "_start", lambda config, trains: SimpleNamespace(device="cpu"))
+    monkeypatch.setattr(run, "_build", lambda entry, config, accelerator: recipe)
+    config = SimpleNamespace(tracking=TrackingConfig(quiet=quiet), trainer=SimpleNamespace(steps=1))
+    with run.open_evaluation(None, config, None):
+        assert evaluate(Squares()).metrics["n"] == 4
+    assert ("evaluation, tasks" in out.getvalue()) is not quiet
 
 
 def test_without_tasks_nothing_is_run():
