@@ -285,7 +285,7 @@ class RobotSacRecipe(RobotRecipe):
     """Episodes into a replay, and batches out of it; see the module."""
 
     config: Any
-    policy: SquashedActionPolicy
+    policy: SquashedActionPolicy | ImprovedPolicy
     own_loss = "sac"
     compared: Sequence[str] = ()
     updates = SacUpdater
@@ -301,7 +301,7 @@ class RobotSacRecipe(RobotRecipe):
         self.weights: ChunkWeights = config.reward.weights(config.sim.kind)
         if self.weights.environment:
             self.refuse_returns(f"reward.environment is {self.weights.environment:g}; use reward.potential")
-        if not isinstance(self.policy, SquashedActionPolicy):
+        if not isinstance(self.policy, SquashedActionPolicy | ImprovedPolicy):
             raise UserError(
                 f"{config.recipe} needs a policy that draws actions with a gradient, but this is a "
                 f"{type(self.policy).__name__}; set model.kind=squashed, residual or steered, or model.path to such a "

@@ -37,6 +37,7 @@ from robotics.offpolicy.sac_losses import (
 from robotics.offpolicy.transitions import TransitionBatch
 from robotics.policies.base.action_policy import PolicyInputs
 from robotics.policies.base.action_statistics import StateStatistics
+from robotics.policies.improved import ImprovedPolicy
 from robotics.policies.squashed import SquashedActionPolicy
 
 ACTOR_VALUES = ("min", "mean")
@@ -154,7 +155,7 @@ class SacLearner:
 
     def __init__(
         self,
-        actor: SquashedActionPolicy,
+        actor: SquashedActionPolicy | ImprovedPolicy,
         critics: QEnsemble,
         settings: SacSettings,
         rates: Rates | None = None,

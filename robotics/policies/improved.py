@@ -34,9 +34,18 @@ from mmrl.core.payload import to_device
 from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from robotics.policies.base.action_policy import ActionChoice, ActionPolicy, PolicyInputs, open_policy
+from robotics.policies.base.action_statistics import StateStatistics
 from robotics.policies.base.action_tokens import draw_rows
 from robotics.policies.base.encoder import VOCABULARY_FILE, EncoderConfig, Vocabulary
-from robotics.policies.base.saved import build_fitting, make_config, read_config, read_units, read_weights
+from robotics.policies.base.saved import (
+    build_fitting,
+    make_config,
+    read_config,
+    read_units,
+    read_weights,
+    write_config,
+    write_weights,
+)
 from robotics.policies.squashed import SquashedActionPolicy, SquashedPolicyConfig, score_squashed
 
 BASE = "base"
@@ -76,8 +85,8 @@ class SteeredPolicyConfig(ImprovedConfig):
     """Whether all control steps of a chunk start from the same noise, as DSRL does with pi0."""
 
 
-class ImprovedPolicy(SquashedActionPolicy):
-    """A frozen policy and a head; see the module.
+class ImprovedPolicy(ActionPolicy):
+    """A frozen policy and a head, which is a squashed Gaussian of what it reads; see the module.
 
     policy = ResidualPolicy.improve(base, ResidualPolicyConfig(1, 1, xi=0.2), state_size=10, instructions=["push"])
     """
@@ -85,12 +94,17 @@ class ImprovedPolicy(SquashedActionPolicy):
     base: ActionPolicy
     """The frozen policy."""
     by_step = False
-    mixes = None
+    kind: ClassVar[str]
     config_class: ClassVar[type[ImprovedConfig]]
     config: ImprovedConfig
+    noise_chosen: tuple[int, int] | None = None
+    """See `SquashedActionPolicy.noise_chosen`."""
 
     def __init__(self, config: ImprovedConfig, vocabulary: Vocabulary, base: ActionPolicy, seed: int = 0) -> None:
-        super().__init__(config, vocabulary, seed)
+        super().__init__()
+        self.config = config
+        self.vocabulary = vocabulary
+        self.head = SquashedActionPolicy(config, vocabulary, seed)
         # a decision is a whole chunk: see the module
         self.decisions = 1
         self.chunk = config.n_action_steps or base.chunk
@@ -99,7 +113,7 @@ class ImprovedPolicy(SquashedActionPolicy):
         self.__dict__[BASE] = base.requires_grad_(False).eval()
         self.views, self.cameras, self.image_fit = base.views, base.cameras, base.image_fit
         self.action_bounds, self.interface = base.action_bounds, base.interface
-        nn.init.zeros_(self.mean.weight)
+        nn.init.zeros_(self.head.mean.weight)
 
     @classmethod
     def improve(
@@ -160,17 +174,17 @@ class ImprovedPolicy(SquashedActionPolicy):
         """
         with torch.no_grad():
             seen = self.look(batch, generator)
-            mean, log_std = self.gaussian(self._read(seen, batch.instructions), temperature)
+            mean, log_std = self.head.gaussian(self._read(seen, batch.instructions), temperature)
             noise = to_device(draw_rows(torch.randn, mean.shape, generator), mean.device)
             before = self._of_base(noise) if base_only else mean if greedy else mean + log_std.exp() * noise
             actions = self._execute(batch, seen, before.tanh(), generator)
             logp = score_squashed(before, mean, log_std).sum(1, keepdim=True)
         return ActionChoice(actions, torch.cat([before.flatten(1), seen], 1), logp)
 
-    def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, None]:  # type: ignore[override]
+    def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, None]:
         """Score decisions of `act`; the base is not run, and the entropy has no closed form."""
         before, seen = self.split(decisions)
-        mean, log_std = self.gaussian(self._read(seen, batch.instructions), temperature)
+        mean, log_std = self.head.gaussian(self._read(seen, batch.instructions), temperature)
         return score_squashed(before.to(mean), mean, log_std).sum(1, keepdim=True), None
 
     def bc_loss(
@@ -184,6 +198,21 @@ class ImprovedPolicy(SquashedActionPolicy):
         shape = (self.config.chunk, self.config.action_size)
         size = shape[0] * shape[1]
         return decisions[..., :size].unflatten(-1, shape), decisions[..., size:]
+
+    def look(self, batch: PolicyInputs, generator: torch.Generator) -> Tensor:
+        """What the head reads of observations, (B, V) float32."""
+        raise NotImplementedError
+
+    def chosen(self, decisions: Tensor) -> Tensor:
+        """What critics judge of decisions, (..., rows, entries) in -1..1."""
+        raise NotImplementedError
+
+    def draw(self, batch: PolicyInputs, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw what critics judge, and its log-densities (B, rows); `state` is what `look` gives.
+
+        Gradient: into all weights of the head.
+        """
+        return self.head.draw(batch, generator)
 
     def looks(self, states: Tensor, decisions: Tensor) -> Tensor:
         """What the head read (..., V) when it made decisions."""
@@ -219,15 +248,24 @@ class ImprovedPolicy(SquashedActionPolicy):
         self.base._apply(fn)
         return super()._apply(fn, recurse)
 
+    def scale_states(self, statistics: StateStatistics) -> None:
+        """Standardise what the head reads."""
+        self.head.scale_states(statistics)
+
     def save_pretrained(self, path: Path | str) -> None:
         """Write a folder that holds both the head and the base."""
-        super().save_pretrained(path)
+        self._save_head(Path(path))
         self.base.save_pretrained(Path(path) / BASE)
 
     def export(self, path: Path | str) -> None:
         """Write a self-contained folder."""
-        super().save_pretrained(path)
+        self._save_head(Path(path))
         self.base.export(Path(path) / BASE)
+
+    def _save_head(self, path: Path) -> None:
+        write_config(path, self.kind, self.config, self)
+        self.vocabulary.save(path / VOCABULARY_FILE)
+        write_weights(self, path)
 
     def load_weights(self, path: Path | str) -> None:
         """Restore the head; the base never changes."""
@@ -275,7 +313,7 @@ class ResidualPolicy(ImprovedPolicy):
 
         Gradient: into all weights of the head, through the actions, except where they are clipped.
         """
-        residuals, logp = super().draw(batch, generator)
+        residuals, logp = self.head.draw(batch, generator)
         assert batch.state is not None
         return self._sum(batch.state, residuals), logp
 
