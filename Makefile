@@ -2,8 +2,8 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 # One thread a process: pytest already runs two, and more threads than cores only slow small tensors down.
-# Tests start hundreds of processes that import the package: with bytecode on disk, which container images often turn
-# off, that and the collection of the tests take half as long.
+# Container images often turn bytecode off. With it on disk, collecting the tests takes half as long, and each of the
+# hundreds of processes that they start imports the package faster.
 TEST_ENV := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
 WORKERS ?= 2
 
