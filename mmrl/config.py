@@ -56,7 +56,7 @@ def foreign_run(
 
     merged = _merge_sources(Path(path), overrides)
     # what the user types on the command line is the user's own decision
-    own = named_code(OmegaConf.to_container(_with_overrides({}, overrides)))
+    own = named_code(OmegaConf.to_container(_with_overrides(OmegaConf.create(), overrides)))
     file = written or own_config(Path(path))
     text = read_text(file, errors="surrogateescape")
     # checked on the merged values: a base file may name code too
@@ -96,7 +96,9 @@ def load(path: Path | str, schema: type[ConfigT], overrides: Sequence[str] = ())
 
 def fill(defaults: Any, overrides: Sequence[str], where: str) -> Any:
     """Apply dotted overrides to a dataclass or to an instance of one, without a file."""
-    return _fill(defaults, _with_overrides({}, overrides), where)
+    from omegaconf import OmegaConf
+
+    return _fill(defaults, _with_overrides(OmegaConf.create(), overrides), where)
 
 
 def from_values(schema: type[ConfigT], values: Mapping[str, Any], where: str) -> ConfigT:
@@ -193,6 +195,7 @@ def _merge_sources(path: Path, overrides: Sequence[str]) -> Any:
 
 
 def _with_overrides(values: Any, overrides: Sequence[str]) -> Any:
+    """`_merged` with dotted overrides."""
     from omegaconf import OmegaConf
 
     # checked here, because OmegaConf reads a.b as {a: {b: null}}
@@ -202,19 +205,20 @@ def _with_overrides(values: Any, overrides: Sequence[str]) -> Any:
             raise UserError(f"override '{text}' is not of the form a.b=c")
     try:
         # overrides come last, so they win over the file
-        return _merged(OmegaConf.create(values), OmegaConf.from_dotlist(list(overrides)))
+        return _merged(values, OmegaConf.from_dotlist(list(overrides))) if overrides else values
     except Exception as error:
         raise UserError(f"overrides {list(overrides)} cannot be read: {_first_line(error)}") from error
 
 
 def _merged(base: Any, changes: Any) -> Any:
-    """Merge changes over a configuration; an empty mapping, which would add nothing, empties what is there."""
+    """Merge changes into a configuration; an empty mapping, which would add nothing, empties what is there.
+
+    Neither may be used afterwards: copies of them would take most of the time of reading a configuration.
+    """
     from omegaconf import OmegaConf
 
-    # a copy: `_empty` changes it, and the defaults are shared
-    kept = copy.deepcopy(base)
-    _empty(kept, changes)
-    return OmegaConf.merge(kept, changes)
+    _empty(base, changes)
+    return OmegaConf.unsafe_merge(base, changes)
 
 
 def _empty(base: Any, changes: Any) -> None:
@@ -290,7 +294,8 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
     from omegaconf import OmegaConf
     from omegaconf.errors import ConfigKeyError, MissingMandatoryValue, OmegaConfBaseException
 
-    structured, schema = OmegaConf.structured(defaults), defaults if isinstance(defaults, type) else type(defaults)
+    schema = defaults if isinstance(defaults, type) else type(defaults)
+    structured = _structured(schema) if defaults is schema else OmegaConf.structured(defaults)
     try:
         values = without_fixed(defaults, values)
         # before OmegaConf merges: null in a typed field would be an error there
@@ -298,9 +303,8 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     try:
-        merged = _merged(structured, _with_inherited(schema, given))
+        merged = _merged(copy.deepcopy(structured), _with_inherited(schema, given))
         filled: Any = OmegaConf.to_object(merged)
-        given = OmegaConf.to_container(merged)
     except ConfigKeyError as error:
         raise UserError(f"{where}: {_unknown_key(error, structured)}") from error
     except MissingMandatoryValue as error:
@@ -319,8 +323,8 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
             filled.validate()
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
-    if "oc.env" in str(given):
-        found = tuple(_references(given, dataclasses.asdict(filled)))
+    if "oc.env" in str(values):
+        found = tuple(_references(OmegaConf.to_container(merged), dataclasses.asdict(filled)))
         # object.__setattr__, since a configuration may be a frozen dataclass
         object.__setattr__(filled, "_given", found)
         # Python has one object for all equal texts of a character, which may come from anywhere
@@ -328,8 +332,18 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
     return filled
 
 
+@functools.lru_cache(maxsize=64)
+def _structured(schema: type[Any]) -> Any:
+    """Defaults of a dataclass as OmegaConf nodes, which nothing may change: making them takes longer than a merge."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(schema)
+
+
 def without_fixed(defaults: Any, values: Any) -> Any:
     """Values without options that have become constants; raises UserError if one differs from its constant."""
+    if not any(_set_fixed(defaults, values, "")):
+        return values
     kept = copy.deepcopy(values)
     for part, name in list(_set_fixed(defaults, kept, "")):
         part.pop(name)
@@ -405,30 +419,35 @@ def _references(given: Any, read: Any, path: tuple[Any, ...] = ()) -> Iterator[t
             yield from _references(value, read[key], (*path, key))
 
 
-def _without_nulls(schema: type[Any], values: Any, where: str = "") -> Any:
+def _without_nulls(schema: type[Any], values: Any) -> Any:
     """Leave out null entries of dictionaries of dataclasses, with which a file removes an entry that it inherits.
 
     A dictionary that is null itself is empty; one with a block's options is refused, as it could mean two things.
     """
+    kept = copy.deepcopy(values)
+    _remove_nulls(schema, kept, "")
+    return kept
+
+
+def _remove_nulls(schema: type[Any], values: Any, where: str) -> None:
     from omegaconf import DictConfig
 
-    kept = copy.copy(values)
     for item in dataclasses.fields(schema):
         name, hint = item.name, hints_of(schema)[item.name]
         # references are resolved later and may lead anywhere
-        if name not in kept or kept._is_missing() or kept._get_node(name)._is_interpolation():
+        if name not in values or values._is_missing() or values._get_node(name)._is_interpolation():
             continue
-        part = kept.get(name)
+        part = values.get(name)
         of_dicts = typing.get_origin(hint) is dict
         if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(part, DictConfig):
-            kept[name] = _without_nulls(hint, part, f"{where}{name}.")
+            _remove_nulls(hint, part, f"{where}{name}.")
         elif of_dicts and part is None:
             _refuse_null_block(f"{where}{name}", item.metadata.get("kinds"))
-            kept[name] = {}
+            values[name] = {}
         elif of_dicts and dataclasses.is_dataclass(typing.get_args(hint)[1]) and isinstance(part, DictConfig):
             # null removes an inherited entry; it is no entry without values
-            kept[name] = {key: each for key, each in part.items_ex(resolve=False) if not _is_null(part, key)}
-    return kept
+            for key in [key for key in part if _is_null(part, key)]:
+                del part[key]
 
 
 def _is_null(part: DictConfig, key: Any) -> bool:
@@ -446,7 +465,7 @@ def _with_inherited(schema: type[Any], values: Any) -> Any:
     """Fill in the options of parts that inherit from another field; options of their own come first."""
     from omegaconf import DictConfig, OmegaConf
 
-    kept = copy.copy(values)
+    kept = values.copy() if any("inherits" in item.metadata for item in dataclasses.fields(schema)) else values
     for item in dataclasses.fields(schema):
         inherited = item.metadata.get("inherits")  # the field, and options that are not inherited
         # only where both sides were given as mappings

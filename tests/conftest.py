@@ -78,6 +78,8 @@ def import_path():
     """Forget the folders that a test imports from and its modules there: later tests have files of equal names."""
     before = list(sys.path)
     yield
+    if sys.path == before:
+        return
     added = {str(Path(folder).absolute()) for folder in sys.path} - {str(Path(folder).absolute()) for folder in before}
     if added:
         sys.path[:] = before

@@ -14,4 +14,7 @@ import transformers.models.qwen2_5_vl.modeling_qwen2_5_vl  # noqa: E402, F401
 with contextlib.suppress(ImportError):
     from diffusers import StableDiffusion3Pipeline  # noqa: F401
 
+from tests.charts import draw_no_charts  # noqa: E402
+
 torch.set_num_threads(1)
+draw_no_charts()  # those of the two steps of a test take as long as its start

@@ -6,15 +6,17 @@ from pathlib import Path
 import pytest
 
 from mmrl.cli.explain import GOLDEN, GOLDEN_OF, ROWS
-from mmrl.comparison.reproduce import evidence_of, measured
+from mmrl.comparison.reproduce import evidence_of
 from mmrl.core.catalogue import CATALOGUE, PREFERENCES
 from mmrl.recipes import RECIPES, all_recipes
+from tests.fitting import experiments_with, measured_experiments
 from tests.pages import read_page
 from tests.scripts import methods
 
 PROJECT = Path(__file__).resolve().parent.parent
 RESULTS = PROJECT / "docs" / "results"
-KNOWN = measured()
+KNOWN = experiments_with("evidence")
+STORED = experiments_with("figure.stored")
 
 
 def test_the_table_has_every_method_of_the_library_and_links_to_its_page():
@@ -63,21 +65,23 @@ def test_every_page_of_results_is_reached():
     assert {path.stem for path in RESULTS.glob("*.md")} - {"index"} <= linked
 
 
+def test_no_experiment_is_left_out():
+    assert list(measured_experiments()) == KNOWN
+    assert [name for name, known in measured_experiments().items() if known.figure.stored is not None] == STORED
+
+
 @pytest.mark.parametrize("name", KNOWN)
 def test_numbers_and_intervals_are_those_of_the_page(name):
-    evidence = evidence_of(KNOWN[name])
+    evidence = evidence_of(measured_experiments()[name])
     text = re.sub(r"\s+", " ", (RESULTS / f"{evidence.page}.md").read_text(encoding="utf-8").replace("**", ""))
     assert name in text, "the page has the command of its experiment"
     for found in evidence.findings:
         assert any(form in text for form in printed(found)), f"{found.arm}: {found.shown}"
 
 
-STORED = [name for name, experiment in KNOWN.items() if experiment.figure.stored is not None]
-
-
 @pytest.mark.parametrize("name", STORED)
 def test_a_figure_without_runs_states_what_its_page_states(name):
-    experiment = KNOWN[name]
+    experiment = measured_experiments()[name]
     figure, stored = experiment.figure, experiment.figure.stored
     evidence = evidence_of(experiment)
     page = (RESULTS / f"{evidence.page}.md").read_text(encoding="utf-8")

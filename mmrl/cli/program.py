@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO, cast
 
@@ -225,7 +225,7 @@ class _Parser(argparse.ArgumentParser):
         raise UserError(f"{message}; `{self.prog} --help` shows the usage")
 
 
-def _build_parser() -> _Parser:
+def _build_parser(commands: Iterable[str] = COMMANDS) -> _Parser:
     parser = _Parser(
         prog="mmrl",
         usage="mmrl [-h] [--version] COMMAND ...",
@@ -235,9 +235,10 @@ def _build_parser() -> _Parser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="store_true", help="print the version and exit")
-    commands = parser.add_subparsers(prog="mmrl", help=argparse.SUPPRESS)
-    for name, command in COMMANDS.items():
-        sub = commands.add_parser(name, description=command.run.__doc__, allow_abbrev=False)
+    parsers = parser.add_subparsers(prog="mmrl", help=argparse.SUPPRESS)
+    for name in commands:
+        command = COMMANDS[name]
+        sub = parsers.add_parser(name, description=command.run.__doc__, allow_abbrev=False)
         command.add_arguments(sub)
         sub.set_defaults(run=command.run, takes_overrides=command.takes_overrides)
     return parser
@@ -253,7 +254,9 @@ def _described_commands() -> str:
 
 def _parse(arguments: list[str]) -> argparse.Namespace:
     _check_command(arguments)
-    args, rest = _build_parser().parse_known_args(arguments)
+    # the options of the other commands would be made for nothing
+    own = [name for name in arguments[:1] if name in COMMANDS]
+    args, rest = _build_parser(own or COMMANDS).parse_known_args(arguments)
     if args.version:
         args.run = _version
         return args

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import math
 import re
@@ -338,6 +339,13 @@ def _move(first: Mapping[str, Any], last: Mapping[str, Any], name: str) -> str:
 
 
 def _render(content: Mapping[str, Any]) -> str:
+    return _template().render(content)  # type: ignore[no-any-return]
+
+
+# compiling it takes longer than filling it in
+@functools.cache
+def _template() -> Any:
+    """Template of the page, which knows the style and the script."""
     from importlib.resources import files
 
     from jinja2 import Environment
@@ -345,9 +353,9 @@ def _render(content: Mapping[str, Any]) -> str:
 
     here = files("mmrl.report")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    template = environment.from_string((here / "report.html.jinja").read_text(encoding="utf-8"))
     # our own files: nothing to escape
     style, script = (Markup((here / name).read_text(encoding="utf-8")) for name in ("report.css", "report.js"))
     text = f"\n{script}\n"  # exactly the text between the tags, which the page's policy names by its digest
     digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-    return template.render(style=style, script=script, digest=digest, **content)
+    shared = {"style": style, "script": script, "digest": digest}
+    return environment.from_string((here / "report.html.jinja").read_text(encoding="utf-8"), globals=shared)

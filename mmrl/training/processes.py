@@ -96,6 +96,11 @@ def machine(accelerator: Accelerator) -> dict[str, Any]:
 
 def versions() -> dict[str, str]:
     """Versions of the installed packages that affect what a process computes."""
+    return dict(_versions())
+
+
+@functools.cache
+def _versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

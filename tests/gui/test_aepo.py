@@ -23,11 +23,11 @@ from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from mmrl.vlm.data.prompt import VlmPayload
-from tests.fitting import fitting, group_size
+from tests.fitting import fitting, group_size, recipe_of
 from tests.gui.screens import run_config, small_model
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-MINE = [path for path in sorted(CONFIGS.glob("gui/*.yaml")) if load_run(path)[0].name in ("aepo", "grounding_sft")]
+MINE = [path for path in sorted(CONFIGS.glob("gui/*.yaml")) if recipe_of(path) in ("aepo", "grounding_sft")]
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ from collections import Counter
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
 from mmrl.errors import UserError
 from mmrl.gui.grounding.answers import answer_tokens
@@ -132,3 +133,22 @@ def test_icons_stand_anywhere_and_few_icons_leave_cells_empty():
         assert sample.instruction == "everything"
         assert sample.meta["labels"] == sorted(sample.meta["labels"])
         assert sample.target.contains(sample.meta["answers"][sample.meta["labels"].index(sample.meta["icon"])])
+
+
+def test_the_size_of_a_screenshot_is_read_without_its_pixels(tmp_path, monkeypatch):
+    screen, exif = Image.new("RGB", (50, 40), "red"), Image.Exif()
+    exif[0x0112] = 6
+    screen.save(tmp_path / "plain.png")
+    screen.save(tmp_path / "turned.png", exif=exif)
+    content = (tmp_path / "turned.png").read_bytes()
+    start = content.index(b"eXIf") - 4
+    end = start + 12 + int.from_bytes(content[start : start + 4], "big")
+    last = content.index(b"IEND") - 4
+    # a PNG may name its orientation after its pixels
+    (tmp_path / "late.png").write_bytes(content[:start] + content[end:last] + content[start:end] + content[last:])
+    assert image_size(tmp_path / "turned.png") == image_size(tmp_path / "late.png") == (40, 50)
+    (tmp_path / "cut.png").write_bytes((tmp_path / "plain.png").read_bytes()[:-30])
+    with pytest.raises(OSError, match="truncated"):
+        image_size(tmp_path / "cut.png")
+    monkeypatch.setattr(PngImageFile, "load", None)
+    assert image_size(tmp_path / "plain.png") == (50, 40)

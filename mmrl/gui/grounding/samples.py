@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from PIL import Image
 
@@ -167,6 +167,8 @@ class GroundingSample:
 TARGET_COLUMNS = ("bbox", "boxes", "polygon", "point", "refusal", "no_target")
 ROTATED = (5, 6, 7, 8)
 """EXIF orientations that swap the sides."""
+PNG_ORIENTATIONS = (b"XML:com.adobe.xmp", b"Raw profile type exif")
+"""Keywords of texts in a PNG that Pillow searches for the orientation."""
 
 
 def target_of(row: Mapping[str, Any]) -> Target:
@@ -243,7 +245,28 @@ def image_size(image: Image.Image | bytes | str | Path) -> Size:
     if isinstance(image, Image.Image):
         return _upright_size(image)
     with io.BytesIO(image) if isinstance(image, bytes) else open_file(image) as source:
-        return _upright_size(open_image_file(source))
+        is_upright = _is_upright_png(source)
+        source.seek(0)
+        opened = open_image_file(source)
+        return opened.size if is_upright else _upright_size(opened)
+
+
+def _is_upright_png(source: BinaryIO) -> bool:
+    """Whether a file is a whole PNG that names no orientation.
+
+    Pillow decodes all pixels of a PNG to find out, since the chunk with the orientation may follow them.
+    """
+    if source.read(8) != b"\x89PNG\r\n\x1a\n":
+        return False
+    while len(head := source.read(8)) == 8:
+        length, kind = int.from_bytes(head[:4], "big"), head[4:]
+        if kind == b"IEND":
+            return True
+        start = source.read(min(length, 80)) if kind in (b"tEXt", b"zTXt", b"iTXt") else b""
+        if kind == b"eXIf" or start.partition(b"\0")[0] in PNG_ORIENTATIONS:
+            return False
+        source.seek(length - len(start) + 4, io.SEEK_CUR)  # 4: its checksum
+    return False
 
 
 def _upright_size(image: Image.Image) -> Size:
