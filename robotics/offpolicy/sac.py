@@ -181,7 +181,7 @@ class BaseActs:
 
     def __init__(self, policy: ImprovedPolicy) -> None:
         self._policy = policy
-        self.chunk, self.parameters = policy.chunk, policy.parameters
+        self.chunk = policy.chunk
 
     def act(self, batch: PolicyInputs, generator: torch.Generator, **options: Any) -> ActionChoice:
         """Choose a chunk of actions for each row."""

@@ -25,6 +25,7 @@ import dataclasses
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -47,6 +48,7 @@ from robotics.policies.base.saved import (
     write_weights,
 )
 from robotics.policies.squashed import SquashedActionPolicy, SquashedPolicyConfig, score_squashed
+from robotics.sim.interface import read_sizes
 
 BASE = "base"
 """Subfolder of a saved policy with the frozen one."""
@@ -144,10 +146,18 @@ class ImprovedPolicy(ActionPolicy):
         if features and encoder is None:
             raise UserError(f"features is true, but a {type(base).__name__} has no encoder whose outputs could be read")
         rows, size = cls._head_shape(base, config)
-        seen = state_size + cls._base_numbers(base, config) + (encoder.config.width if features and encoder else 0)
-        sizes = dataclasses.replace(config.encoder, image_size=None, state_size=seen)
-        changed = {"chunk": rows, "action_size": size, "features": features, "encoder": sizes}
-        return cls(dataclasses.replace(config, **changed), Vocabulary.from_texts(instructions), base, seed)
+        changed = dataclasses.replace(config, chunk=rows, action_size=size, features=features)
+        seen = state_size + cls._further_numbers(base, changed)
+        changed.encoder = dataclasses.replace(config.encoder, image_size=None, state_size=seen)
+        return cls(changed, Vocabulary.from_texts(instructions), base, seed)
+
+    @property
+    def observation_sizes(self) -> SimpleNamespace:
+        """See `robotics.sim.interface.read_sizes`: images are the base's, and the head reads the state."""
+        own = read_sizes(self.base)
+        images = {"image_size": own.image_size} if hasattr(own, "image_size") else {}
+        further = self._further_numbers(self.base, self.config)
+        return SimpleNamespace(**images, state_size=(self.config.encoder.state_size or 0) - further)
 
     @classmethod
     def _head_shape(cls, base: ActionPolicy, config: Any) -> tuple[int, int]:
@@ -155,9 +165,9 @@ class ImprovedPolicy(ActionPolicy):
         return config.n_action_steps or base.chunk, base.action_size
 
     @classmethod
-    def _base_numbers(cls, base: ActionPolicy, config: Any) -> int:
-        """Count of the numbers of the base's action that the head reads."""
-        return 0
+    def _further_numbers(cls, base: Any, config: Any) -> int:
+        """How many numbers the head reads in addition to the state."""
+        return base.encoder.config.width if config.features else 0
 
     def act(
         self,
@@ -294,9 +304,9 @@ class ResidualPolicy(ImprovedPolicy):
     config: ResidualPolicyConfig
 
     @classmethod
-    def _base_numbers(cls, base: ActionPolicy, config: Any) -> int:
+    def _further_numbers(cls, base: Any, config: Any) -> int:
         rows, size = cls._head_shape(base, config)
-        return rows * size
+        return rows * size + super()._further_numbers(base, config)
 
     def look(self, batch: PolicyInputs, generator: torch.Generator) -> Tensor:
         """The base's action, then the state, then features, (B, V)."""

@@ -26,7 +26,7 @@ from robotics.policies.base.encoder import Vocabulary
 from robotics.policies.base.saved import is_saved_policy
 from robotics.policies.policy_loading import load_action_policy
 from robotics.serving.observations import ObservationFormat, ServeConfig
-from robotics.sim.interface import RobotInterface
+from robotics.sim.interface import RobotInterface, read_sizes
 from robotics.sim.opening import open_sim
 
 ImageSize = tuple[int | None, int | None] | None
@@ -153,9 +153,8 @@ def _users_policy(run: Any, model: Path) -> tuple[ActionPolicy, ImageSize, int |
 
 def _inputs(policy: ActionPolicy, image_size: ImageSize) -> tuple[ImageSize, int | None]:
     """Image and state sizes that a saved policy reads; the given image size where it takes any."""
-    config = getattr(policy, "config", None)
-    config = getattr(config, "encoder", config)
-    return getattr(config, "image_size", image_size), getattr(config, "state_size", None)
+    sizes = read_sizes(policy)
+    return getattr(sizes, "image_size", image_size), getattr(sizes, "state_size", None)
 
 
 def _placed(served: ServedPolicy, accelerator: Accelerator, about: dict[str, Any]) -> ServedPolicy:

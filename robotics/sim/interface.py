@@ -167,11 +167,10 @@ def interface_of(sim: RobotSim) -> RobotInterface:
 
 
 def read_sizes(policy: Any) -> Any:
-    """The part of a policy's configuration with the sizes of its observations; None if it has none."""
-    # a head reads what its frozen base makes of an observation
-    config = getattr(getattr(policy, "base", policy), "config", None)
+    """`image_size` and `state_size` of a policy's observations, as far as it states them; None = it reads none."""
+    config = getattr(policy, "config", None)
     # policies with an encoder keep the sizes in it
-    return getattr(config, "encoder", config)
+    return getattr(policy, "observation_sizes", None) or getattr(config, "encoder", config)
 
 
 def seen_part(interface: RobotInterface, policy: Any) -> RobotInterface:

@@ -9,6 +9,8 @@ from mmrl.errors import UserError
 from robotics.policies.base.action_policy import open_policy
 from robotics.policies.base.action_statistics import ActionStatistics
 from robotics.policies.improved import ResidualPolicy, ResidualPolicyConfig, SteeredPolicy, SteeredPolicyConfig
+from robotics.serving import ServeConfig, open_served_policy
+from robotics.sim.interface import read_sizes
 from tests.robotics.policies.builders import (
     TEXTS,
     B,
@@ -171,3 +173,13 @@ def test_what_cannot_be_improved_is_refused():
         residual(base)
     with pytest.raises(UserError, match="clone its base"):
         residual().bc_loss(make_inputs(), *demonstrations())
+
+
+def test_what_it_observes_is_stated(tmp_path):
+    """The images of the base, and the simulator's state, which the head reads even if the base does not."""
+    policy = residual()
+    sizes = read_sizes(policy)
+    assert (tuple(sizes.image_size), sizes.state_size) == ((32, 32), S)
+    policy.save_pretrained(tmp_path / "saved")
+    served = open_served_policy(tmp_path / "saved", ServeConfig())
+    assert served.format.state_size == S
