@@ -32,7 +32,7 @@ _NAMES = {
     "robotics.methods.progress": ("ProgressSettings", "progress_rewards"),
     "robotics.methods.srpo": ("SrpoConfig", "SrpoRecipe"),
     "robotics.methods.video_encoder": ("VideoEncoder", "train_video_encoder"),
-    "robotics.offpolicy.improve": ("RobotDsrlConfig", "RobotResidualConfig"),
+    "robotics.offpolicy.improve": ("RobotDsrlConfig", "RobotDsrlRecipe", "RobotResidualConfig", "RobotResidualRecipe"),
     "robotics.offpolicy.sac": ("RobotSacConfig", "RobotSacRecipe"),
     "robotics.offpolicy.sac_learner": ("SacLearner", "SacSettings"),
     "robotics.policies.base.action_tokens": ("RowGenerators", "draw_rows"),

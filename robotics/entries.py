@@ -52,13 +52,13 @@ RECIPES = (
     ),
     RecipeEntry(
         "robot_residual",
-        "robotics.offpolicy.improve:RobotSacRecipe:RobotResidualConfig",
+        "robotics.offpolicy.improve:RobotResidualRecipe:RobotResidualConfig",
         "a bounded residual on the actions of any frozen policy, learned by soft actor-critic",
         "Johannink et al., residual reinforcement learning, arXiv 1812.03201; PLD, arXiv 2511.00091",
     ),
     RecipeEntry(
         "robot_dsrl",
-        "robotics.offpolicy.improve:RobotSacRecipe:RobotDsrlConfig",
+        "robotics.offpolicy.improve:RobotDsrlRecipe:RobotDsrlConfig",
         "the noise that a frozen flow policy starts from, learned by soft actor-critic (DSRL-SAC)",
         "Wagenmaker et al., DSRL, arXiv 2506.15799",
     ),

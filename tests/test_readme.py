@@ -205,7 +205,7 @@ def test_a_chain_of_runs(quick, tmp_path, capsys):
     assert f"report: {papo}/report.html" in out.out
     assert out.out.count("evaluation at step") == 2 * 2 * 2  # runs, splits, ends
     listed = [code(row[0])[0] for row in RUN_FOLDER.table("Run folder")]
-    assert len(listed) == 14
+    assert len(listed) == 15
     for name in listed:
         assert name in ("failures/", "warnings.jsonl", "run.lock", "export/", "earlier/") or (papo / name).exists(), (
             name

@@ -264,7 +264,9 @@ def open_evaluation(entry: Any, config: Any, folder: Path | None) -> Iterator[tu
         _start_from_checkpoint(config, folder / "model")
     accelerator = _start(config, trains=False)
     recipe: Any = _build(entry, config, accelerator)
-    with closing(recipe), bars_hidden(config.tracking.quiet):
+    # an evaluation without training has no `tracking`, and shows its progress
+    quiet = hasattr(config, "tracking") and config.tracking.quiet
+    with closing(recipe), bars_hidden(quiet):
         if not recipe.eval_tasks:
             raise UserError("this configuration has no evaluation data; set eval_data")
         step = 0

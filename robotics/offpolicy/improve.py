@@ -7,7 +7,8 @@ those of `robot_dsrl` the noise; their state is the simulator's full state, or w
 Differences from PLD, arXiv 2511.00091: the critics are not pretrained with a conservative loss, and successes are not
 distilled back into the base. `robot_dsrl` is DSRL-SAC, arXiv 2506.15799, without the second critic of DSRL-NA.
 
-Source: ajwagen/dsrl cfg/robomimic/dsrl_can.yaml (bound, updates, target entropy, first steps).
+Source: Johannink et al., arXiv 1812.03201 (residuals); ajwagen/dsrl cfg/robomimic/dsrl_can.yaml (bound, updates, target
+    entropy, first steps).
 """
 
 from __future__ import annotations
@@ -18,8 +19,6 @@ from mmrl.fields import bounded, choice
 from robotics.offpolicy.sac import WARMUPS, RobotSacConfig, RobotSacRecipe
 from robotics.offpolicy.sac_learner import QSettings, SacSettings, TemperatureSettings
 from robotics.policies.policy_loading import ActionPolicyConfig
-
-__all__ = ["RobotDsrlConfig", "RobotResidualConfig", "RobotSacRecipe"]
 
 
 @dataclass
@@ -59,3 +58,11 @@ class RobotDsrlConfig(RobotSacConfig):
     """Updates of the critics per decision of the policy; fractions are carried over to the next step."""
     warmup: str = choice("base", WARMUPS)
     """Actions of the warm-up: base = those of the frozen base; policy = as always."""
+
+
+class RobotResidualRecipe(RobotSacRecipe):
+    """Soft actor-critic on the residual of a frozen policy."""
+
+
+class RobotDsrlRecipe(RobotSacRecipe):
+    """Soft actor-critic on the noise that a frozen flow policy starts from."""

@@ -312,7 +312,7 @@ def test_a_server_that_runs_elsewhere(tmp_path):
 def test_an_agent_that_cannot_see_gets_notes_and_its_errors_are_counted(tmp_path, language_model, monkeypatch, closing):
     moves = [Action("picture"), Action("fail", {"text": "x"}), Action("say", {"text": "3"})]
 
-    def one_move_a_turn(self, text, cut=False):
+    def one_move_a_turn(self, text, cut=False, tools=()):
         turns.append(text)
         return ParsedAnswer((moves[min((len(turns) - 1) // 2, 2)],))
 

@@ -94,7 +94,7 @@ def test_episodes_do_not_depend_on_concurrent_ones(tmp_path, folder):
 
 @pytest.mark.parametrize("kept", [1, 2])
 def test_training_uses_the_window_of_images(tmp_path, folder, kept, monkeypatch):
-    monkeypatch.setattr(ActionConfig, "parse", lambda self, text, cut=False: ParsedAnswer((Action("right"),)))
+    monkeypatch.setattr(ActionConfig, "parse", lambda self, text, cut=False, tools=(): ParsedAnswer((Action("right"),)))
     conversation = ConversationConfig(system="", history_images=kept)
     rollouts, _, logp, _ = roll(make_config(tmp_path, folder, conversation=conversation, kwargs={"length": 4}))
     payload = AgentPayload.of(rollouts)
@@ -157,13 +157,13 @@ def test_failed_episodes_are_left_out_and_counted(tmp_path, folder):
 
 
 def test_where_every_environment_fails_other_tasks_are_drawn(tmp_path, folder, monkeypatch):
-    monkeypatch.setattr(ActionConfig, "parse", lambda self, text, cut=False: ParsedAnswer((Action("left"),)))
+    monkeypatch.setattr(ActionConfig, "parse", lambda self, text, cut=False, tools=(): ParsedAnswer((Action("left"),)))
     with pytest.raises(NoUsableTasksError, match="no episode has a result"):
         roll(make_config(tmp_path, folder, kwargs={"fail_at": 1}))
 
 
 def test_an_unreadable_answer_ends_the_episode_without_a_verdict_or_spends_the_turn(tmp_path, folder, monkeypatch):
-    def never(self, text, cut=False):
+    def never(self, text, cut=False, tools=()):
         return ParsedAnswer(error="no_action", detail="no tag")
 
     monkeypatch.setattr(ActionConfig, "parse", never)
@@ -189,7 +189,7 @@ def test_an_unreadable_answer_ends_the_episode_without_a_verdict_or_spends_the_t
 
 
 def test_an_unreadable_answer_is_not_paid_for_what_the_turns_before_it_reached(tmp_path, folder, monkeypatch):
-    def right_then_unreadable(self, text, cut=False):
+    def right_then_unreadable(self, text, cut=False, tools=()):
         turns.append(text)
         return ParsedAnswer((Action("right"),)) if len(turns) <= 6 else ParsedAnswer(error="no_action", detail="no tag")
 

@@ -38,7 +38,7 @@ def judge(name: str, **options) -> RewardConfig:
 
 @pytest.fixture(autouse=True)
 def _every_answer_steps(monkeypatch):
-    monkeypatch.setattr(ActionConfig, "parse", lambda self, text, cut=False: ParsedAnswer((Action("right"),)))
+    monkeypatch.setattr(ActionConfig, "parse", lambda self, text, cut=False, tools=(): ParsedAnswer((Action("right"),)))
 
 
 def make_config(folder, model, *rewards, kwargs=None, **changes) -> AgentConfig:
@@ -104,7 +104,9 @@ def test_their_weighted_sum_is_added_at_the_end_of_an_episode(tmp_path, folder):
 
 def test_the_answer_of_the_last_action_reaches_reward_functions(tmp_path, folder, monkeypatch):
     monkeypatch.setattr(
-        ActionConfig, "parse", lambda self, text, cut=False: ParsedAnswer((Action("finish", {"answer": "4"}),))
+        ActionConfig,
+        "parse",
+        lambda self, text, cut=False, tools=(): ParsedAnswer((Action("finish", {"answer": "4"}),)),
     )
     _, scored, _ = roll(make_config(tmp_path, folder, judge("answers_four")))
     assert scored.reward_terms["answers_four"].tolist() == [1.0] * 6

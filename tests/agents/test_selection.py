@@ -58,7 +58,7 @@ def test_rates_are_those_of_sampled_episodes_with_a_result(tmp_path, folder, mon
 
 def test_failed_episodes_count_for_nothing(tmp_path, folder, monkeypatch, closing):
     monkeypatch.setattr(
-        ActionConfig, "parse", lambda self, text, cut=False: ParsedAnswer(error="no_action", detail="-")
+        ActionConfig, "parse", lambda self, text, cut=False, tools=(): ParsedAnswer(error="no_action", detail="-")
     )
     config = make_config(tmp_path, folder, kwargs={"length": 30, "side": 168})
     config.episode.max_turns, config.episode.overflow.result = 30, "failed"

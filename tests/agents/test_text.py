@@ -65,7 +65,7 @@ def test_an_answer_that_is_cut_executes_nothing(tmp_path, language_model, on_err
 
 @pytest.mark.parametrize(("on_error", "format", "warns"), [("terminate", 0, 1), ("noop", 0, 1), ("terminate", 9, 0)])
 def test_a_run_in_which_silence_pays_says_so(tmp_path, language_model, monkeypatch, on_error, format, warns):
-    def all_but_every_fifth(self, text, cut=False):
+    def all_but_every_fifth(self, text, cut=False, tools=()):
         said.append(text)
         return ParsedAnswer((Action("say", {"text": text}),)) if len(said) % 5 else ParsedAnswer(error="empty")
 

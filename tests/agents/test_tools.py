@@ -98,7 +98,7 @@ def test_tools_need_a_format_that_reads_calls_of_tools():
 
 @pytest.mark.slow
 def test_several_calls_of_an_answer_are_all_shown(tmp_path, tiny_folders, monkeypatch, closing):
-    def two_calls_then_words(self, text, cut=False):
+    def two_calls_then_words(self, text, cut=False, tools=()):
         turns.append(text)
         calls = (Action("add", {"a": 1, "b": 1}), Action("add", {"a": 20, "b": 2}))
         return ParsedAnswer(calls if len(turns) <= 2 else (Action("say", {"text": "5"}),))
