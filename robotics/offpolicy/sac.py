@@ -377,9 +377,9 @@ class RobotSacRecipe(RobotRecipe):
 
     def pack(self, episodes: Episodes, group: Tensor, policy: ActionPolicy) -> Rollouts:
         """See `RobotRecipe.pack`; with executed actions and the rewards of control steps."""
-        payload, chunk = episodes.payload, self.policy.chunk
+        payload = episodes.payload
         actions = self._unexecuted(payload)
-        rewards = torch.zeros(*payload.steps.shape, chunk)
+        rewards = torch.zeros(*payload.steps.shape, self.form.chunk)
         for row, counts in enumerate(payload.steps.tolist()):
             done = 0
             for chunk, count in enumerate(counts):
@@ -399,7 +399,7 @@ class RobotSacRecipe(RobotRecipe):
     def rewards(self, rollouts: Rollouts, step: Step) -> tuple[Tensor, dict[str, Tensor]]:
         """Undiscounted return of an episode."""
         payload = EpisodePayload.of(rollouts)
-        # differences of the potential add up to its last value
+        # differences of the potential add up to its last value, less the first
         own = self.weights.environment * payload.returns + self.weights.potential * payload.last_reward
         return self.weights.success * payload.success + own, {self.own_term: self.own_reward(payload)}
 
