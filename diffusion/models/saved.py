@@ -120,7 +120,8 @@ def _scale_of(file: Path) -> float:
         layer = next(iter(found["alpha_pattern"]))
         raise UserError(
             f"{file} gives some layers a lora_alpha of their own, such as {layer} (alpha_pattern); only one for all "
-            "layers is supported, so multiply their lora_B by their scale and save the file without alpha_pattern"
+            "layers is supported. Multiply the lora_B of each by its own alpha divided by lora_alpha, and save the "
+            "file without alpha_pattern"
         )
     if "lora_alpha" not in found:
         return 1.0

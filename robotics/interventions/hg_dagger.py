@@ -131,7 +131,7 @@ class AggregatedDemonstrations(Demonstrations):
     """
 
     folder: Path = Path()
-    """Of the watched episodes."""
+    """Folder of the dataset with the watched episodes."""
     cameras: Sequence[str] = ()
     """Names of the policy's camera and the additional ones."""
     attempts: list[dict[str, Any]] = field(default_factory=list)

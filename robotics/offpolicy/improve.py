@@ -7,8 +7,8 @@ those of `robot_dsrl` the noise; their state is the simulator's full state, or w
 Differences from PLD, arXiv 2511.00091: the critics are not pretrained with a conservative loss, and successes are not
 distilled back into the base. `robot_dsrl` is DSRL-SAC, arXiv 2506.15799, without the second critic of DSRL-NA.
 
-Source: Johannink et al., arXiv 1812.03201 (residuals); ajwagen/dsrl cfg/robomimic/dsrl_can.yaml (bound, updates, target
-    entropy, first steps).
+Source: Johannink et al., arXiv 1812.03201 (residuals); ajwagen/dsrl, its settings for robomimic's can
+    (bound, updates, target entropy).
 """
 
 from __future__ import annotations

@@ -419,9 +419,10 @@ class RobotSacRecipe(RobotRecipe):
             full, last = seen[..., :0], last_seen[:, :0]
         if full is None or last is None:
             raise UserError("the simulator does not report its full state at the end; set critic_state: policy")
-        chosen = self.policy.chosen(payload.decisions)
-        parts = [seen, last_seen, full, last, payload.actions, payload.rewards, payload.steps, chosen]
-        states, ends, whole, whole_ends, actions, rewards, steps, noise = (part.numpy() for part in to_host(parts))
+        parts = [seen, last_seen, full, last, payload.actions, payload.rewards, payload.steps]
+        # critics of other policies judge the executed actions
+        parts += [self.policy.chosen(payload.decisions)] if self.form.noise else []
+        states, ends, whole, whole_ends, actions, rewards, steps, *noise = (part.numpy() for part in to_host(parts))
         flags = [part.tolist() for part in to_host([payload.failed, payload.terminated, payload.success])]
         found = []
         for row, (failed, terminated, success) in enumerate(zip(*flags, strict=True)):
@@ -439,13 +440,13 @@ class RobotSacRecipe(RobotRecipe):
                     instruction=spec.instruction,
                     terminated=terminated,
                     success=success,
-                    noise=noise[row, :count] if self.form.noise else None,
+                    noise=noise[0][row, :count] if noise else None,
                 )
             )
         return found
 
     def _last_look(self, rollouts: Rollouts, step: Step) -> Tensor:
-        """What the policy's head reads (B, V) at the end of each episode."""
+        """Input (B, V) of the policy's head at the end of each episode."""
         payload = EpisodePayload.of(rollouts)
         texts = tuple(payload.episodes[number].instruction for number in rollouts.host.group.tolist())
         batch = PolicyInputs(payload.last_image, payload.last_state, texts, payload.last_views)

@@ -72,7 +72,7 @@ class ResidualPolicyConfig(ImprovedConfig):
     """A residual on the actions of a frozen policy."""
 
     xi: float = bounded(0.2, above=0, at_most=2)
-    """Largest residual of an entry of an action, on the scale -1..1."""
+    """Maximum residual per entry of an action, which ranges over -1..1."""
     std: float = rare(bounded(0.5, above=0))
     """Initial standard deviation before the tanh."""
 
@@ -82,7 +82,7 @@ class SteeredPolicyConfig(ImprovedConfig):
     """The noise that a frozen flow policy starts from."""
 
     bound: float = bounded(1.5, above=0)
-    """Largest entry of the noise, in standard deviations of the noise that the base was trained with."""
+    """Maximum absolute value of the chosen noise; the base was trained with standard normal noise."""
     repeat: bool = False
     """Whether all control steps of a chunk start from the same noise, as DSRL does with pi0."""
 
@@ -210,11 +210,11 @@ class ImprovedPolicy(ActionPolicy):
         return decisions[..., :size].unflatten(-1, shape), decisions[..., size:]
 
     def look(self, batch: PolicyInputs, generator: torch.Generator) -> Tensor:
-        """What the head reads of observations, (B, V) float32."""
+        """Input (B, V) float32 of the head for a batch of observations."""
         raise NotImplementedError
 
     def chosen(self, decisions: Tensor) -> Tensor:
-        """What critics judge of decisions, (..., rows, entries) in -1..1."""
+        """Action input of the critics for decisions, (..., rows, entries) in -1..1."""
         raise NotImplementedError
 
     def draw(self, batch: PolicyInputs, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -225,7 +225,7 @@ class ImprovedPolicy(ActionPolicy):
         return self.head.draw(batch, generator)
 
     def looks(self, states: Tensor, decisions: Tensor) -> Tensor:
-        """What the head read (..., V) when it made decisions."""
+        """Input (..., V) of the head at each decision."""
         return self.split(decisions)[1]
 
     def _read(self, seen: Tensor, instructions: tuple[str, ...]) -> PolicyInputs:

@@ -86,16 +86,16 @@ class SquashedActionPolicy(GaussianActionPolicy):
             return ActionChoice(before.tanh(), before, score_squashed(before, mean, log_std))
 
     def look(self, batch: PolicyInputs, generator: torch.Generator) -> Tensor:
-        """What the head reads of observations, (B, V) float32: here the state."""
+        """Input (B, V) float32 of the head for a batch of observations: the state."""
         assert batch.state is not None
         return batch.state
 
     def looks(self, states: Tensor, decisions: Tensor) -> Tensor:
-        """What the head read (..., V) when it made decisions in states (..., S)."""
+        """Input (..., V) of the head at each decision, given the states (..., S)."""
         return states
 
     def chosen(self, decisions: Tensor) -> Tensor:
-        """What critics judge of decisions, (..., K, D) in -1..1: here the actions."""
+        """Action input (..., K, D) of the critics for decisions, in -1..1: the actions."""
         return decisions.tanh()
 
     def draw(self, batch: PolicyInputs, generator: torch.Generator) -> tuple[Tensor, Tensor]:

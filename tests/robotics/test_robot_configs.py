@@ -1,5 +1,7 @@
 """Every file under configs/robotics loads, and those of the tabletop take two steps; the demo's do in test_demo."""
 
+import dataclasses
+import importlib
 import json
 from pathlib import Path
 
@@ -9,6 +11,7 @@ from mmrl.config import load_run
 from mmrl.training.run import last_model, train
 from robotics.policies.base.action_policy import open_policy
 from robotics.policies.gaussian import GaussianActionPolicy
+from robotics.policies.policy_loading import OPTIONS
 from tests.robotics.tiny_runs import TWO_STEPS, save_tiny_policy
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs" / "robotics").glob("*.yaml"))
@@ -19,6 +22,19 @@ def test_config_loads(path):
     entry, config = load_run(path)
     assert entry.target.startswith("robotics.")
     assert config.eval_data
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_options_of_a_new_policy_are_those_of_its_kind(path):
+    """A policy that needs another run's cannot be opened here, but a wrong option would end its run."""
+    _, config = load_run(path)
+    model = getattr(config, "model", None)
+    spec = OPTIONS.get(getattr(model, "kind", ""))
+    if spec is None or model.path:
+        return
+    module, name = spec.split(":")
+    known = {field.name for field in dataclasses.fields(getattr(importlib.import_module(module), name))} | {"vlm"}
+    assert set(model.options) <= known
 
 
 @pytest.mark.slow
