@@ -32,7 +32,7 @@ from mmrl.comparison.experiment import ExperimentConfig, load_experiment
 from mmrl.comparison.figures import draw
 from mmrl.comparison.plans import RunPlan, forget_digests, plan_arm_run, plan_lines, plan_preparations, plan_sweep
 from mmrl.comparison.results import Comparison, comparison_lines, failure_text
-from mmrl.comparison.summary import chosen_values, plan_comparison, summarise, sweep_values
+from mmrl.comparison.summary import plan_comparison, summarise, sweep_result, sweep_values
 from mmrl.errors import RunError, UserError
 from mmrl.files import last_line, read_text, shortened_name, write_atomically
 from mmrl.runs.records import finite_or_none
@@ -329,12 +329,19 @@ class _Session:
         # again with what the finished runs add beyond an edge
         while values != (values := sweep_values(self.experiment, self.folder)):
             self.run(plan_sweep(self.experiment, self.folder, values))
-        for arm, value in chosen_values(self.experiment, self.folder).items():
+        found = sweep_result(self.experiment, self.folder)
+        assert found is not None
+        for arm, value in found.chosen.items():
             if value is None:
                 text = failure_text(self.write("failed").failures)
                 own = f"run of the sweep finished for arm '{arm}'"
                 raise RunError(f"no {'value of the sweep finished for all arms' if shared else own}: {text}")
-            self.announce(f"{arm}: chose {self.experiment.sweep.parameter}={value}")
+            tried = found.arms.get(arm)
+            note = ""
+            if tried is not None and tried.at_edge:
+                small = value == min(row.value for row in tried.rows)
+                note = " (the smallest tried: does it beat the start at all?)" if small else " (the largest tried)"
+            self.announce(f"{arm}: chose {self.experiment.sweep.parameter}={value}{note}")
 
     def compare(self) -> None:
         """Run every arm on every seed of the comparison, with the runs of a pair close together."""

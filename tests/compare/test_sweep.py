@@ -46,6 +46,11 @@ def test_a_sweep_goes_on_beyond_an_edge_until_its_best_value_is_inside(lab):
     # as often as the file allows, and it says that a better value may be outside
     short = lab.run(sweep={**sweep, "extend": 1}, seeds=[1])["sweep"]["arms"]["papo"]
     assert ([row["value"] for row in short["rows"]], short["at_edge"]) == ([0.1, 1.0, 0.01], True)
+    # the smallest rate wins also where no rate learns
+    said = "papo: chose trainer.learning_rate=0.01"
+    assert f"{said} (the smallest tried: does it beat the start at all?)" in lab.lines
+    lab.run(sweep={**sweep, "values": [0.001, 0.01], "extend": 0}, seeds=[1])
+    assert f"{said} (the largest tried)" in lab.lines
 
 
 @pytest.mark.parametrize("change", [{"values": [0.1]}, {"values": ["a", "b"]}, {"shared": True}])

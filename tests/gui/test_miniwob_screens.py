@@ -6,34 +6,51 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.gui.browser.browser import process_browser
-from mmrl.gui.toy.miniwob_screens import PAGES, build_pointing, pointing_samples
+from mmrl.gui.toy.miniwob_screens import LIST, PAGES, build_pointing, pointing_samples
 
 pytest.importorskip("miniwob", reason="pip install 'mmrl-suite[miniwob]'")
 
 
 @pytest.fixture
-def drawn(browser, tmp_path):
-    """Rows of a screen of each page, and of the same again."""
+def build(browser, tmp_path):
+    """Builds a file of screens and returns its rows."""
     browser.close()  # the builder starts the browser of the process
-    rows = []
-    for name in ("first", "second"):
-        path = build_pointing(tmp_path / f"{name}.jsonl", count=len(PAGES), seed=4, most_answers=3)
-        rows.append([json.loads(line) for line in path.open()])
+
+    def rows(name, **options):
+        path = build_pointing(tmp_path / f"{name}.jsonl", **options)
+        return [json.loads(line) for line in path.open()]
+
+    yield rows
     process_browser().close()
     browser.restart(after_failure=False)
-    return rows
 
 
-def test_each_page_has_a_screen_and_a_seed_repeats_it(drawn):
-    first, second = drawn
+def test_each_page_has_a_screen_and_a_seed_repeats_it(build):
+    first, second = (build(name, count=len(PAGES), seed=4, most_answers=3) for name in ("first", "second"))
     assert {row["kind"] for row in first} == set(PAGES)
     for row, again in zip(first, second, strict=True):
         boxes = row.get("boxes") or [row["bbox"]]
         x, y = row["answers"][0]
         assert any(left <= x <= right and top <= y <= bottom for left, top, right, bottom in boxes)
-        assert 1 <= len(row["answers"]) <= 3
+        assert row["labels"][0] in row["instruction"]
+        assert 1 <= len(row["answers"]) == len(row["labels"]) <= 3
         same = {"id", "image"}
         assert {k: v for k, v in row.items() if k not in same} == {k: v for k, v in again.items() if k not in same}
+
+
+def test_listings_name_every_candidate_and_swapped_screens_keep_the_questions(build, tmp_path):
+    rows = build("listed", count=len(PAGES), seed=4, check=False, most_answers=1, listings=1.0)
+    assert {row["instruction"] for row in rows} == {LIST}
+    assert {len(row["labels"]) for row in rows if row["kind"] == "click-color"} == {4}
+    own = build("own", count=2 * len(PAGES), seed=4, check=False)[len(PAGES) :]
+    other = build("other", count=len(PAGES), seed=4, check=False, swapped=True)
+    for row, swapped in zip(own, other, strict=True):
+        assert (swapped["id"], swapped["instruction"], swapped.get("bbox")) == (
+            row["id"],
+            row["instruction"],
+            row.get("bbox"),
+        )
+        assert (tmp_path / swapped["image"]).read_bytes() != (tmp_path / row["image"]).read_bytes()
 
 
 def test_an_unknown_page_is_refused():

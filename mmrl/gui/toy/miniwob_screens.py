@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ COLOURS = (
     "magenta",
 )
 KINDS = ("radio", "checkbox", "text", "textarea", "button")
-BOXES = """([all, right]) => {
+CANDIDATES = """([all, name]) => {
   const said = document.getElementById('query').textContent;
   const box = element => {
     const { left, top, right, bottom } = element.getBoundingClientRect();
@@ -32,36 +33,44 @@ BOXES = """([all, right]) => {
     const [x1, y1, x2, y2] = box(element), top = document.elementFromPoint((x1 + x2) / 2, (y1 + y2) / 2);
     return x2 - x1 > 2 && y2 - y1 > 2 && top && (element.contains(top) || top.contains(element));
   };
-  const known = core.getUtterance(), fits = eval(right);
+  const known = core.getUtterance(), named = eval(name);
+  const words = (typeof known === 'string' ? known : said).split(/[\\s".]+/);
   return [...document.querySelectorAll(all)].filter(reached)
-    .map((element, number) => [box(element), Boolean(fits(element, number, typeof known === 'string' ? known : said))]);
+    .map((element, number) => [box(element), named(element, number), words.includes(named(element, number))]);
 }"""
 PAGES = {
-    "click-test-2": ("#area button", "(e, n, said) => said.includes(e.textContent)"),
-    "click-color": ("#area .color", "(e, n, said) => said.includes(` ${e.dataset.color} `)"),
-    "click-dialog-2": (
-        ".ui-dialog button",
-        '(e, n, said) => said.includes(`"${e.textContent.trim().replace("Close", "x")}"`)',
-    ),
-    "click-widget": ("#area [data-type]", '(e, n, said) => said.includes(`"${e.dataset.type}"`)'),
-    "focus-text-2": ("#area input", "(e, n, said) => said.includes(` ${n + 1}`)"),
-    "grid-coordinate": ("circle", "(e, n, said) => said.includes(e.id)"),
+    "click-test-2": ("#area button", "e => e.textContent"),
+    "click-color": ("#area .color", "e => e.dataset.color"),
+    "click-dialog-2": (".ui-dialog button", "e => e.textContent.trim().replace('Close', 'x')"),
+    "click-widget": ("#area [data-type]", "e => e.dataset.type"),
+    "focus-text-2": ("#area input", "(e, n) => ['1st', '2nd', '3rd'][n]"),
 }
-"""Candidates of each page, and which of them is correct."""
+"""Candidates of each page, and their names; an instruction holds that of the correct one as a word."""
+LIST = "everything"
+"""The question whose worked answer names every candidate with its place."""
 
 
 def pointing_samples(
-    count: int, *, seed: int = 0, pages: Sequence[str] = tuple(PAGES), check: bool = True, most_answers: int = 0
+    count: int,
+    *,
+    seed: int = 0,
+    pages: Sequence[str] = tuple(PAGES),
+    check: bool = True,
+    most_answers: int = 0,
+    listings: float = 0.0,
+    swapped: bool = False,
 ) -> Iterator[GroundingSample]:
     """Draw screens, the pages in turn.
 
     Args:
         count: number of samples.
-        seed: of the series; series of different seeds share no screen but that of grid-coordinate, which is one grid.
+        seed: of the series; series of different seeds share no screen.
         pages: names in `PAGES`.
         check: click each box, and leave out what the page does not reward.
-        most_answers: add worked answers, as the column `answers`: the right point and those of other candidates, one to
-            this many in all; 0 = none.
+        most_answers: add worked answers, as the columns `answers` and `labels`: the right point and those of other
+            candidates, one to this many in all; 0 = none.
+        listings: share of worked answers that name every candidate instead, to the question `LIST`.
+        swapped: show another screen of the page than the one that the question is about, as a control.
 
     Raises:
         UserError: an unknown page.
@@ -71,13 +80,19 @@ def pointing_samples(
         raise UserError(f"there are no pointing screens for {unknown[0]!r}; available: {', '.join(PAGES)}")
     env = MiniWobEnv(MiniWobSettings(tasks=tuple(pages)))
     drawn = number = 0
+    earlier: dict[str, Any] = {}
     while drawn < count:
         name, page_seed = pages[number % len(pages)], (seed << 24) + number
         number += 1
-        sample = _sample(env, name, page_seed, check, most_answers)
-        if sample is not None:
-            drawn += 1
-            yield sample
+        sample = _sample(env, name, page_seed, check, most_answers, listings)
+        if sample is None:
+            continue
+        image = earlier.get(name)
+        earlier[name] = sample.image
+        if swapped and image is None:
+            continue
+        drawn += 1
+        yield replace(sample, image=image) if swapped else sample
     env.close()
 
 
@@ -96,29 +111,34 @@ def build_model(path: str | Path, **options: Any) -> Path:
         *(f'Click the button in the dialog box labeled "{name}".' for name in ("x", "OK", "Cancel")),
         *(f'Click on a "{kind}" widget.' for kind in KINDS),
         "Focus into the 1st 2nd 3rd input textbox.",
-        *(f"Click on the grid coordinate ({x},{y})." for x in range(-2, 3) for y in range(-2, 3)),
     )
-    corpus = [*(list(asked) * 10), answer_text([(1, 2)], CoordinateSpace.REL1000)]
-    return build_tiny(path, corpus=corpus, tokens=answer_tokens([]), **({"vocab_size": 1400} | options))
+    labels = ["ONE", "TWO", *COLOURS, "x", "OK", "Cancel", *KINDS, "1st", "2nd", "3rd"]
+    corpus = [*(list(asked) * 10), LIST, answer_text([(1, 2)], CoordinateSpace.REL1000, ["label"])]
+    return build_tiny(path, corpus=corpus, tokens=answer_tokens(labels), **({"vocab_size": 1400} | options))
 
 
-def _sample(env: MiniWobEnv, name: str, seed: int, check: bool, most_answers: int) -> GroundingSample | None:
+def _sample(
+    env: MiniWobEnv, name: str, seed: int, check: bool, most_answers: int, listings: float
+) -> GroundingSample | None:
     """The sample of a page, or None where it has no right candidate, or the page does not reward it."""
     from PIL import Image
 
     observation, _ = env.reset(seed=seed, options={"task": {"name": name, "seed": seed}})
-    found = [(Box(*box), right) for box, right in env.page.evaluate(BOXES, list(PAGES[name]))]
-    boxes, others = [box for box, right in found if right], [box for box, right in found if not right]
+    found = [(Box(*box), label, right) for box, label, right in env.page.evaluate(CANDIDATES, list(PAGES[name]))]
+    boxes = [box for box, _, right in found if right]
     if not boxes or (check and not env.step({"name": "click", "arguments": {"point": boxes[0].center}})[4]["success"]):
         return None
     meta: dict[str, Any] = {"id": f"{name}-{seed}", "kind": name, "seed": seed}
+    instruction = observation["instruction"]
     if most_answers:
         draw = random.Random(f"worked/{seed}")
-        draw.shuffle(others)
-        named = [draw.choice(boxes), *others[: draw.randint(1, most_answers) - 1]]
-        meta["answers"] = [list(box.center) for box in named]
+        if draw.random() < listings:
+            instruction, named = LIST, found
+        else:
+            draw.shuffle(found)
+            found.sort(key=lambda candidate: not candidate[2])
+            named = [found[0], *(one for one in found if not one[2])][: draw.randint(1, most_answers)]
+        meta |= {"labels": [label for _, label, _ in named], "answers": [list(box.center) for box, _, _ in named]}
     image = observation["image"]
     target = boxes[0] if len(boxes) == 1 else AnyOf(tuple(boxes))
-    return GroundingSample(
-        Image.fromarray(image), (image.shape[1], image.shape[0]), observation["instruction"], target, meta=meta
-    )
+    return GroundingSample(Image.fromarray(image), (image.shape[1], image.shape[0]), instruction, target, meta=meta)
