@@ -80,19 +80,21 @@ def pointing_samples(
         raise UserError(f"there are no pointing screens for {unknown[0]!r}; available: {', '.join(PAGES)}")
     env = MiniWobEnv(MiniWobSettings(tasks=tuple(pages)))
     drawn = number = 0
-    earlier: dict[str, Any] = {}
+    earlier: dict[str, GroundingSample] = {}
     while drawn < count:
         name, page_seed = pages[number % len(pages)], (seed << 24) + number
         number += 1
         sample = _sample(env, name, page_seed, check, most_answers, listings)
         if sample is None:
             continue
-        image = earlier.get(name)
-        earlier[name] = sample.image
-        if swapped and image is None:
-            continue
+        other = earlier.get(name)
+        earlier[name] = sample
+        if swapped:
+            if other is None:
+                continue
+            sample = replace(sample, image=other.image)
         drawn += 1
-        yield replace(sample, image=image) if swapped else sample
+        yield sample
     env.close()
 
 
