@@ -1,6 +1,7 @@
 import contextlib
 import gc
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -17,7 +18,12 @@ from tests.chat_server import running_chat_server
 # product; oneDNN reads this before its first use.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
 # Runs note there what they wrote (mmrl.trust); programs of tests inherit it.
-os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="mmrl-state-")
+STATE = os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="mmrl-state-")
+
+
+def pytest_unconfigure():
+    """Leave no folder behind."""
+    shutil.rmtree(STATE, ignore_errors=True)
 
 
 def pytest_collection_finish():
