@@ -4,7 +4,8 @@
 
 A tiny model plays episodes of six turns in 16 environments that sleep in every turn, each way with the same seconds of
 sleep. The ways take turns in one process, with the environments and the model of all of them; the first round of a way
-does not count. `over_longest` is the wall time over that of the longest episode by itself.
+does not count. `over_longest` is the wall time over that of the longest episode by itself. TRL's GRPOTrainer, if
+installed, sleeps in a tool.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ import statistics
 import tempfile
 import time
 from collections import Counter
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benchmarks.agents.trl_tools import ToolLoop
 from benchmarks.report import print_each
 from mmrl.agents.environments.action_formats import SAY
 from mmrl.agents.environments.agent_tasks import AgentTask
@@ -35,6 +38,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "dynamic": {"cohort": None, "batching": "dynamic"},
 }
 """Options of `episode`."""
+PEER = "TRL"
 
 
 def sleep_s(case: str, seed: int, turn: int) -> float:
@@ -63,7 +67,7 @@ class SlowTools:
         """Nothing to close."""
 
 
-def call(self: ActionConfig, text: str, cut: bool = False) -> ParsedAnswer:
+def call(self: ActionConfig, text: str, cut: bool = False, tools: Any = None) -> ParsedAnswer:
     """A tool call for every answer; those of an untrained model seldom end before the limit."""
     return ParsedAnswer((Action(SAY, {"text": text}, text),))
 
@@ -75,7 +79,7 @@ def settings_for(folder: Path) -> list[str]:
         f"model.path={folder}/model",
         "model.build=mmrl.agents.toy.build:build_model",
         # so small that tools take most of the time, as with a large model on a GPU
-        "model.build_options={family: qwen3, hidden: 32, layers: 1}",
+        "model.build_options={family: qwen3, hidden: 32, layers: 1, max_positions: 16384}",
         "environment.factory=benchmarks.agents.slow_tools:SlowTools",
         f"environment.workers={WORKERS}",
         "actions.format=text",
@@ -106,15 +110,19 @@ def compare(case: str, rounds: int) -> dict[str, Any]:
         seed_everything(config.seed)
         ActionConfig.parse = call  # type: ignore[method-assign]
         with contextlib.closing(entry.load_recipe_class()(config)) as recipe:
-            found = [
-                {way: measure(recipe, case, **options) for way, options in WAYS.items()}
-                # once more, to warm up
-                for _ in range(rounds + 1)
-            ][1:]
+            peer = ToolLoop(Path(name) / "model", TURNS, sleep_s) if find_spec("trl") else None
+            found = []
+            # once more, to warm up
+            for _ in range(rounds + 1):
+                found.append({way: measure(recipe, case, **options) for way, options in WAYS.items()})
+                if peer is not None:
+                    found[-1][PEER] = {"wall_s": peer.seconds(case, CASES[case])}
+            del found[0]
     longest = max(sum(sleep_s(case, seed, turn) for turn in range(TURNS)) for seed in range(CASES[case]))
-    medians = {way: {key: statistics.median(one[way][key] for one in found) for key in found[0][way]} for way in WAYS}
+    ways = found[0]
+    medians = {way: {key: statistics.median(one[way][key] for one in found) for key in ways[way]} for way in ways}
     faster = {
-        way: statistics.median(one["in lock-step"]["wall_s"] / one[way]["wall_s"] for one in found) for way in WAYS
+        way: statistics.median(one["in lock-step"]["wall_s"] / one[way]["wall_s"] for one in found) for way in ways
     }
     return {
         way: values | {"over_longest": values["wall_s"] / longest, "faster": faster[way]}
