@@ -39,17 +39,23 @@ class ToolLoop:
             time.sleep(sleep(case, seed, turn))
             return f"turn {turn}"
 
-        options = {"output_dir": str(model / "trl"), "use_cpu": True, "report_to": "none", "bf16": False}
-        self._trainer = GRPOTrainer(
+        options: dict[str, Any] = {
+            "output_dir": str(model / "trl"),
+            "use_cpu": True,
+            "report_to": "none",
+            "bf16": False,
+        }
+        trainer: Any = GRPOTrainer(
             model=AutoModelForCausalLM.from_pretrained(model),
-            reward_funcs=lambda completions, **columns: [0.0] * len(completions),
+            reward_funcs=_no_reward,
             args=GRPOConfig(**options, num_generations=2, max_completion_length=100_000),
             train_dataset=datasets.Dataset.from_dict({"prompt": [[{"role": "user", "content": "Call a tool."}]] * 2}),
             processing_class=tokenizer,
             tools=[wait],
         )
         self._wait = wait
-        self._trainer._generate_single_turn = self._sample
+        trainer._generate_single_turn = self._sample
+        self._trainer = trainer
 
     def seconds(self, case: str, episodes: int) -> float:
         """Wall time of a rollout of so many episodes."""
@@ -75,3 +81,7 @@ class ToolLoop:
         self._turn += 1
         ends = [self._tokenizer.eos_token_id]
         return [self._tokenizer(text, add_special_tokens=False)["input_ids"] + ends for text in texts], None
+
+
+def _no_reward(completions: list[Any], **columns: Any) -> list[float | None]:
+    return [0.0] * len(completions)
