@@ -117,12 +117,12 @@ class RecipeEntry:
     def load_recipe_class(self) -> type[Any]:
         """Import the module and return the recipe class."""
         module, recipe, _ = self.target.split(":")
-        return load_target(f"{module}:{recipe}")  # type: ignore[no-any-return]
+        return load_target(f"{module}:{recipe}")
 
     def load_config_class(self) -> type[Any]:
         """Import the module and return the configuration dataclass."""
         module, _, config = self.target.split(":")
-        return load_target(f"{module}:{config}")  # type: ignore[no-any-return]
+        return load_target(f"{module}:{config}")
 
     def load_defaults(self) -> Any:
         """Return the configuration dataclass, or for a preset the instance with its values."""

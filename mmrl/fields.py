@@ -257,7 +257,7 @@ def part_of(hint: Any) -> tuple[type[Any] | None, str]:
         return parts[0] if parts else (None, "")
     if dataclasses.is_dataclass(hint) and isinstance(hint, type) and dataclasses.fields(hint):
         return hint, ""
-    suffix = {list: "[]", dict: ".<name>"}.get(typing.get_origin(hint))  # type: ignore[arg-type]
+    suffix = {list: "[]", dict: ".<name>"}.get(typing.get_origin(hint))
     if suffix is not None and arguments and dataclasses.is_dataclass(arguments[-1]):
         return arguments[-1], suffix  # type: ignore[return-value]
     return None, ""

@@ -230,7 +230,7 @@ def _flow_facts(config: Any, model: FlowWorldModel) -> Facts:
         def once() -> Tensor:
             with autocast(trainer):
                 noisy, time = torch.zeros(rows, *model.flow_shape), torch.full((rows,), 0.5)
-                return model(inputs, noisy, time, kept, scene=own).float().square().mean()  # type: ignore[no-any-return]
+                return model(inputs, noisy, time, kept, scene=own).float().square().mean()
 
         return once
 

@@ -46,4 +46,4 @@ def _checked(box: Any) -> Sequence[float]:
         raise ValueError(
             f"the box {list(box)} must be left, top, right and bottom as fractions of the width and height"
         )
-    return box  # type: ignore[no-any-return]
+    return box

@@ -104,7 +104,7 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
 
     def record(self, row: Row) -> SampleRecord:
         """An episode as its responses and its last image."""
-        return row["sample"]  # type: ignore[no-any-return]
+        return row["sample"]
 
     def failure(self, rows: Sequence[Row]) -> str:
         """Reason why no episode has a result; empty if any episode has one."""
@@ -125,7 +125,7 @@ class AgentMeasure(EpisodeMeasure[AgentTask]):
 
     def state_of(self, row: Row) -> str:
         """The task with its seed."""
-        return row["state"]  # type: ignore[no-any-return]
+        return row["state"]
 
     def columns(self, row: Row) -> Row:
         """Task, seed, return, turns, ending, and the responses with their digest."""

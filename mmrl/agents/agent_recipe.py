@@ -668,7 +668,7 @@ class AgentRecipe(AgentDomain, Recipe[VlmPolicy, AgentTask]):
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores at the sampling temperature, all turns of an episode in one pass."""
-        return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
+        return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Adds the fraction of episodes whose last response was not truncated at the length limit."""

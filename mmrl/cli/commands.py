@@ -176,7 +176,7 @@ def _existing_run(folder: Path) -> Path:
 
 def export(args: argparse.Namespace) -> int:
     """Export a run's model, with adapters merged and a model card, for transformers, diffusers or robotics."""
-    return load_target("mmrl.report.export:export")(args, _existing_run(args.run_folder), say)  # type: ignore[no-any-return]
+    return load_target("mmrl.report.export:export")(args, _existing_run(args.run_folder), say)
 
 
 def report(args: argparse.Namespace) -> int:

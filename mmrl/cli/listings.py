@@ -46,7 +46,7 @@ def rows_of(name: str) -> list[ListingRow]:
 def _table(name: str) -> Mapping[str, Any]:
     """The entries of a list, by name."""
     found = load_target(LISTINGS[name][0])
-    return found() if callable(found) else found  # type: ignore[no-any-return]
+    return found() if callable(found) else found
 
 
 def _domain_of(entry: Any) -> str:

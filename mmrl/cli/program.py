@@ -210,7 +210,7 @@ class _Parser(argparse.ArgumentParser):
 
     _mixing = False
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:  # type: ignore[override]
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         # argparse itself calls this for the arguments of a command, and twice from the method below
         if self._mixing or self._subparsers is not None:
             return super().parse_known_args(args, namespace)

@@ -199,7 +199,7 @@ class Repeater:
         rows = measure.run([trial for trial in batch if not alone or trial.key == key], start)
         same = ("index", "repeat", "decoding", "answer")
         found = [each for each in ledger_rows(row["measure"], measure, rows) if all(each[n] == row[n] for n in same)]
-        return finite_or_none(found[0]) if found else {"ending": "left out"}  # type: ignore[no-any-return]
+        return finite_or_none(found[0]) if found else {"ending": "left out"}
 
 
 def _compare(ledger: Ledger, numbers: Sequence[int], repeater: Repeater, other: bool, say: Say) -> int:

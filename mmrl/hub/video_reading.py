@@ -356,7 +356,7 @@ def square_width(width: int, aspect: float) -> int:
 
 
 def _decoding(container: Any, stream: Any) -> Iterator[Any]:
-    return container.decode(stream)  # type: ignore[no-any-return]
+    return container.decode(stream)
 
 
 def _upright(frame: Any, to_array: Callable[[Any], Frame]) -> Frame:

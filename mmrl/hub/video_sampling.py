@@ -185,7 +185,7 @@ def _target_size(
     with _asked():
         if "resized_height" in options and "resized_width" in options:
             wanted = (options["resized_height"], options["resized_width"])
-            return library.smart_resize(*wanted, factor=factor)  # type: ignore[no-any-return]
+            return library.smart_resize(*wanted, factor=factor)
         least = options.get("min_pixels", library.VIDEO_MIN_TOKEN_NUM * factor**2)
         total = options.get("total_pixels", library.MODEL_SEQ_LEN * factor**2 * 0.9)
         share = min(library.VIDEO_MAX_TOKEN_NUM * factor**2, total / count * library.FRAME_FACTOR)
@@ -195,4 +195,4 @@ def _target_size(
                 "unusable_video",
                 f"max_pixels={most} is below min_pixels, which is {least} by default; set min_pixels, too",
             )
-        return library.smart_resize(*size, factor=factor, min_pixels=least, max_pixels=most)  # type: ignore[no-any-return]
+        return library.smart_resize(*size, factor=factor, min_pixels=least, max_pixels=most)

@@ -49,7 +49,7 @@ def _facts(config: Any, network: Any, trained: Any, prompt_tokens: int | None) -
         seen = torch.zeros(count, 1, 1, prompt + answer, dtype=network.get_input_embeddings().weight.dtype)
         seen = seen.expand(-1, 1, prompt + answer, -1)
         found = network.base_model(input_ids=tokens, attention_mask=seen, use_cache=False, return_dict=True)
-        return found.last_hidden_state[:, prompt:]  # type: ignore[no-any-return]
+        return found.last_hidden_state[:, prompt:]
 
     def learn() -> Tensor:
         with autocast(trainer):

@@ -154,7 +154,7 @@ class MaskedSftRecipe(SftRecipe):
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-probability of each token given the unmasked tokens."""
-        return policy(rollouts, level="tokens", outputs=outputs)  # type: ignore[no-any-return]
+        return policy(rollouts, level="tokens", outputs=outputs)
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Bound of the negative log-likelihood, averaged over tokens."""

@@ -410,13 +410,13 @@ def _export(entry: Any, config: Any, checkpoint: Path, folder: Path, form: str) 
     """Have the recipe write the model, or its adapters in a format."""
     recipe = entry.load_recipe_class()
     if not form:
-        return recipe.export(config, checkpoint, folder)  # type: ignore[no-any-return]
+        return recipe.export(config, checkpoint, folder)
     if not hasattr(recipe, "export_adapter"):
         raise UserError(
             f"--lora-format is for image and video models, not for the recipe {entry.name}; adapters of language "
             f"models are already in peft format: {checkpoint}/model"
         )
-    return recipe.export_adapter(config, checkpoint, folder, form)  # type: ignore[no-any-return]
+    return recipe.export_adapter(config, checkpoint, folder, form)
 
 
 def _check_id(repository: str) -> None:

@@ -339,7 +339,7 @@ def _move(first: Mapping[str, Any], last: Mapping[str, Any], name: str) -> str:
 
 
 def _render(content: Mapping[str, Any]) -> str:
-    return _template().render(content)  # type: ignore[no-any-return]
+    return _template().render(content)
 
 
 # compiling it takes longer than filling it in

@@ -78,6 +78,6 @@ def _parse(text: str) -> tuple[Any, ...]:
     if not text or TWO_NUMBERS.search(text):
         return ()
     # the worker's own limit holds, so math-verify sets no signal
-    found = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)  # type: ignore[arg-type]
+    found = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)
     # text that math-verify keeps as it is equals itself and nothing else
     return tuple(value for value in found if not isinstance(value, str))

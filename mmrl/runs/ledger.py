@@ -261,7 +261,7 @@ class Ledger:
     @property
     def protocol(self) -> Mapping[str, Any]:
         """The part covered by the hash."""
-        return self.about["protocol"]  # type: ignore[no-any-return]
+        return self.about["protocol"]
 
     def expected(self) -> Iterator[tuple[Any, ...]]:
         """Keys of the rows that the protocol requires, in order; there is no limit on their number."""

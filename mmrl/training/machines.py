@@ -214,7 +214,7 @@ def in_first_process(accelerator: Accelerator | None, act: Callable[[], ResultT]
     broadcast_object_list(found)
     if found[1] is not None:
         raise UserError(found[1])
-    return found[0]  # type: ignore[no-any-return]
+    return found[0]
 
 
 def in_turns(accelerator: Accelerator, act: Callable[[], ResultT]) -> ResultT:

@@ -427,7 +427,7 @@ class Allocations(TorchDispatchMode):
         self.peak = self.alive
 
     def __enter__(self) -> Self:
-        return super().__enter__()  # type: ignore[no-any-return]
+        return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):

@@ -84,7 +84,7 @@ def make_accelerator(mixed_precision: str = "none", timeout_minutes: float = 240
 def process_device() -> torch.device:
     """Device of this process: that of its accelerator once there is one, else the CPU."""
     # before an accelerator exists, such as in a listing, nothing is on a GPU
-    return AcceleratorState().device if is_initialized() else torch.device("cpu")  # type: ignore[no-any-return]
+    return AcceleratorState().device if is_initialized() else torch.device("cpu")
 
 
 def machine(accelerator: Accelerator) -> dict[str, Any]:
@@ -470,7 +470,7 @@ def _malloc_trim() -> Callable[[int], int] | None:
     if function is not None:
         function.argtypes = [ctypes.c_size_t]
         function.restype = ctypes.c_int
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 class Counted(Protocol):

@@ -609,7 +609,7 @@ def shared_prefix(policy: nn.Module, chunks: Sequence[Rollouts]) -> AbstractCont
     # a single chunk shares nothing
     if prefixes is None or len(chunks) <= 1:
         return nullcontext(SimpleNamespace(backward=lambda: None))
-    return prefixes.open()  # type: ignore[no-any-return]
+    return prefixes.open()
 
 
 class Reference:

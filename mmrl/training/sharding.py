@@ -197,7 +197,7 @@ def is_part(tensor: Any) -> bool:
 
 def local(tensor: Tensor) -> Tensor:
     """The local part of a sharded tensor; other tensors unchanged."""
-    return tensor.to_local() if is_part(tensor) else tensor  # type: ignore[attr-defined, no-any-return]
+    return tensor.to_local() if is_part(tensor) else tensor  # type: ignore[attr-defined]
 
 
 class Shards:
@@ -391,7 +391,7 @@ def _without_hooks(module: nn.Module) -> None:
 
 def _full(part: Any) -> Tensor:
     with torch.no_grad():
-        return part.full_tensor().detach()  # type: ignore[no-any-return]
+        return part.full_tensor().detach()
 
 
 def _like(value: Any, weight: Any) -> Any:

@@ -140,7 +140,7 @@ def _facts(config: Any, network: Any, trained: Any, lengths: Lengths, unknown: s
             position_ids=positions if len(positions) == 3 else positions[0],
             use_cache=False,
         )
-        return found.last_hidden_state[0]  # type: ignore[no-any-return]
+        return found.last_hidden_state[0]
 
     def learn() -> Tensor:
         with autocast(trainer):

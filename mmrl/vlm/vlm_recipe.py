@@ -411,7 +411,7 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores at the sampling temperature."""
-        return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)  # type: ignore[no-any-return]
+        return policy(rollouts, temperature=self.config.sampler.temperature, outputs=outputs)
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Adds the fraction of finished responses, the KL coefficient and the probability kept by truncation."""

@@ -88,7 +88,7 @@ def unportable(name: str) -> str | None:
 def _pickle(value: Any) -> bytes:
     import cloudpickle
 
-    return cloudpickle.dumps(value)  # type: ignore[no-any-return]
+    return cloudpickle.dumps(value)
 
 
 def receive(pickled: Mapping[str, Any]) -> None:

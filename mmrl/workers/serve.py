@@ -210,7 +210,7 @@ def main(service: str, options: Mapping[str, Any]) -> None:
     family.adopt_orphans()
     pipes = Pipes(float(options.get("watchdog_s", 0.0)))
     # Imports in the midst of a request (a lazy `import torch`) can take longer than its limit.
-    sys.meta_path.insert(0, ImportNotes(pipes))  # type: ignore[arg-type]
+    sys.meta_path.insert(0, ImportNotes(pipes))
     # In front: a foreign Python finds the user's files by these.
     sys.path[:0] = [path for path in options.get("paths", []) if path not in sys.path]
     if options.get("given"):

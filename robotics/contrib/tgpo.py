@@ -236,7 +236,7 @@ class TgpoRecipe(RobotPpoRecipe):
         except Exception:
             opened.close()
             raise
-        super().__init__(config, policy, grounded)  # type: ignore[arg-type]
+        super().__init__(config, policy, grounded)
         self.grounded = grounded
         grounded.chooser = self._best
 
@@ -303,4 +303,4 @@ class TgpoRecipe(RobotPpoRecipe):
         inputs = torch.cat([torch.from_numpy(states), torch.zeros(len(states), 1), task], 1)
         with torch.no_grad():
             values = policy("values", to_device(inputs, next(policy.parameters()).device))
-        return values.double().cpu().numpy()  # type: ignore[no-any-return]
+        return values.double().cpu().numpy()

@@ -149,7 +149,7 @@ class ModuleAdapter(ActionPolicy):
         if shape != expected:
             also = f" or {(rows,)}" if self.decisions == 1 else f"; decisions={self.decisions} is set on the adapter"
             raise UserError(f"{method} returned {what} of the shape {shape}; expected {expected}{also}")
-        return values.float()  # type: ignore[no-any-return]
+        return values.float()
 
 
 def _as_dict(batch: PolicyInputs) -> dict[str, Any]:

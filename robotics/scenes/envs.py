@@ -245,7 +245,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         reward = dense if self.reward == "dense" else float(success)
         return self._observe(), reward, success, truncated, self._info(success, dense)
 
-    def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
+    def render(self) -> NDArray[np.uint8] | None:
         """Render the scene as (H, W, 3) RGB; None without a render mode, or with a window."""
         if self.render_mode != "rgb_array":
             return None

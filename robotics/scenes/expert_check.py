@@ -119,7 +119,7 @@ def experts_of(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> Chooser:
     """Function that returns the experts' actions (L, A) of the live rows of some episodes."""
     known: Any = sim
     if hasattr(known, "expert_actions"):
-        return known.expert_actions  # type: ignore[no-any-return]
+        return known.expert_actions
     if hasattr(known, "full_state"):
         from robotics.scenes.experts import Expert
 

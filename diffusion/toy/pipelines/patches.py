@@ -39,7 +39,7 @@ def principal_directions(patches: Tensor, count: int) -> tuple[Tensor, Tensor, f
     return mean, directions * largest.sign(), max(deviation, 1e-6)
 
 
-class PatchAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
+class PatchAutoencoder(ModelMixin, ConfigMixin):
     """Linear patch autoencoder with the interface of diffusers' AutoencoderKL.
 
     `patch` p is a power of 2; `block_out_channels` has one entry for each doubling of it and one more, as

@@ -28,7 +28,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config  # noq
 from diffusers.models.autoencoders.vae import DecoderOutput, DiagonalGaussianDistribution  # noqa: E402
 
 
-class BlockAutoencoder(ModelMixin, ConfigMixin):  # type: ignore[misc]
+class BlockAutoencoder(ModelMixin, ConfigMixin):
     """Linear autoencoder of clips with the interface of diffusers' AutoencoderKLWan."""
 
     @register_to_config

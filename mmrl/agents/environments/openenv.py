@@ -197,7 +197,7 @@ class OpenEnvEnvironment:
         found = answer.get("data") or {}
         if answer.get("type") == "error":
             raise ServerError(found)
-        return found  # type: ignore[no-any-return]
+        return found
 
     def _read_schema(self) -> Mapping[str, Any]:
         """JSON schema of an action."""

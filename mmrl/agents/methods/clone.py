@@ -115,7 +115,7 @@ class AgentCloneRecipe(AgentDomain, SupervisedRecipe[VlmPolicy, AgentTask]):
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores, all turns of an episode in one pass."""
-        return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
+        return policy(rollouts, outputs=outputs)
 
     def demonstrations(self, policy: VlmPolicy, tasks: Sequence[AgentTask], streams: Streams) -> list[Episode]:
         """An episode of each task, with the responses to learn."""

@@ -62,12 +62,12 @@ class InstructionCritic(nn.Module):
 
     def forward(self, states: Tensor) -> Tensor:
         """Logits (n, 2) of failure and success."""
-        return self.head(states)  # type: ignore[no-any-return]
+        return self.head(states)
 
     def value(self, states: Tensor) -> Tensor:
         """Probability of success (n,); no gradient."""
         with torch.no_grad():
-            return self(states).softmax(-1)[:, 1]  # type: ignore[no-any-return]
+            return self(states).softmax(-1)[:, 1]
 
 
 class StepCritic(nn.Module):

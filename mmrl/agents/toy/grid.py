@@ -256,7 +256,7 @@ class GridWorld(gymnasium.Env[dict[str, Any], Any]):
         info = {"success": done} | ({"carried": carried} if self._winds else {})
         return self._observe(), float(done), done, not done and self._steps >= self._max_steps, info
 
-    def render(self) -> NDArray[np.uint8]:  # type: ignore[override]
+    def render(self) -> NDArray[np.uint8]:
         """The image of the observation."""
         layout, cell = self._layout, self._cell
         image = np.full((layout.size * cell, layout.size * cell, 3), COLOURS["floor"], np.uint8)

@@ -162,7 +162,7 @@ class UtteranceCritic(nn.Module):
 
     def value(self, state: Tensor) -> Tensor:
         """V (2, n)."""
-        return self(state, state.new_zeros(len(state), 2 * self.size))[1]  # type: ignore[no-any-return]
+        return self(state, state.new_zeros(len(state), 2 * self.size))[1]
 
 
 def targets(q: Tensor, next_v: Tensor, reward: Tensor, done: Tensor, gamma: float) -> tuple[Tensor, Tensor]:

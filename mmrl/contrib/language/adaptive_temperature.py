@@ -135,7 +135,7 @@ class AdaptiveTemperatureRecipe(VlmRecipe):
     @property
     def scale(self) -> EntropyScale:
         """The scale of entropies of the last step."""
-        return self.objective_state.blocks["clip"]  # type: ignore[no-any-return]
+        return self.objective_state.blocks["clip"]
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample by the scale of the last step."""

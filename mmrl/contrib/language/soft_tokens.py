@@ -205,7 +205,7 @@ class SoftRecipe(VlmRecipe):
     """GRPO, or another objective, with soft tokens during reasoning."""
 
     config: SoftConfig
-    sampler: SoftSampler  # type: ignore[assignment]
+    sampler: SoftSampler
 
     def __init__(self, config: SoftConfig) -> None:
         super().__init__(config)

@@ -170,7 +170,7 @@ class GuidedDecoder(CacheDecoder):
         return (augment(logp, top, values, self._guidance.beta) / temperature).log_softmax(-1)
 
     def _values(self, states: Tensor) -> Tensor:
-        return self._policy.value_head(states.float())[:, 0]  # type: ignore[no-any-return]
+        return self._policy.value_head(states.float())[:, 0]
 
 
 def sample_guided(

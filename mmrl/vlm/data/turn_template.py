@@ -152,10 +152,10 @@ class TurnTemplate:
         kept = set(tokenizer.convert_tokens_to_ids(list(self.kept_tokens)))
         # the tokenizer drops all special tokens or none, so with kept ones the others are removed by hand
         if not any(kept.intersection(row) for row in rows):
-            return tokenizer.batch_decode(rows, skip_special_tokens=True)  # type: ignore[no-any-return]
+            return tokenizer.batch_decode(rows, skip_special_tokens=True)
         left_out = set(tokenizer.convert_tokens_to_ids(special_tokens(tokenizer))) - kept
         shown = [[token for token in row if token not in left_out] for row in rows]
-        return tokenizer.batch_decode(shown, skip_special_tokens=False)  # type: ignore[no-any-return]
+        return tokenizer.batch_decode(shown, skip_special_tokens=False)
 
     def encode_answer(self, prompt_text: str, text: str, *, ends: bool = True) -> list[int]:
         """Tokens of a given answer after a prompt, as the template writes them.

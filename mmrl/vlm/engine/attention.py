@@ -41,7 +41,7 @@ def joined_attention(
     kernels = kernels_for(q.device.type, q.dtype, q.shape[-1])
     if kernels is None:
         return _dense(q, k, v, prompt_k, prompt_v, prompt_real, scale)
-    return _Joined.apply(q, k, v, prompt_k, prompt_v, _bias(prompt_real, q), scale, kernels)  # type: ignore[no-any-return]
+    return _Joined.apply(q, k, v, prompt_k, prompt_v, _bias(prompt_real, q), scale, kernels)
 
 
 def merge_attention(out_a: Tensor, lse_a: Tensor, out_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
@@ -211,7 +211,7 @@ def _cpu_forward(part: Part) -> tuple[Any, ...]:
 
 def _cpu_backward(part: Part, grad: Tensor, out: Tensor, lse: Tensor, rest: Sequence[Tensor]) -> tuple[Tensor, ...]:
     mask = _for_every_query(part)
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(  # type: ignore[no-any-return]
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, *part[:3], out, lse, 0.0, part.causal, attn_mask=mask, scale=part.scale
     )
 

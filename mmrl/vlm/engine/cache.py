@@ -96,7 +96,7 @@ def _in_place(layer: Any) -> LinearAttentionLayer:
     for name in ("conv_states", "recurrent_states"):
         states = getattr(layer, name)
         setattr(made, name, {key: None if state is None else state.clone() for key, state in states.items()})
-    return made  # type: ignore[no-any-return]
+    return made
 
 
 def mapped(cache: DynamicCache, function: Callable[[Tensor], Tensor]) -> DynamicCache:

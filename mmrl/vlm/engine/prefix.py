@@ -294,7 +294,7 @@ class PrefixStore:
     def _kept_or_new(self, prompts: Sequence[Prompt]) -> Prefix:
         policy = self._policy()
         kept = self._kept.take(prompts, policy.weights_state)
-        return policy.encode_prefix(prompts) if kept is None else kept  # type: ignore[no-any-return]
+        return policy.encode_prefix(prompts) if kept is None else kept
 
 
 class Decoder(Protocol):
@@ -341,11 +341,11 @@ class CacheDecoder:
         return self._graph(self._step, token)
 
     def _step(self, token: Tensor) -> Tensor:
-        return self._reader.advance(self._policy, token[:, None], self._part, fixed=self._fixed)[:, -1]  # type: ignore[no-any-return]
+        return self._reader.advance(self._policy, token[:, None], self._part, fixed=self._fixed)[:, -1]
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities (b, V) of the next token."""
-        return self._policy.next_logp(states, temperature)  # type: ignore[no-any-return]
+        return self._policy.next_logp(states, temperature)
 
 
 class GroupDecoder:
@@ -395,7 +395,7 @@ class GroupDecoder:
 
     def next_logp(self, states: Tensor, temperature: float) -> Tensor:
         """Log-probabilities (b, V) of the next token."""
-        return self._policy.next_logp(states, temperature)  # type: ignore[no-any-return]
+        return self._policy.next_logp(states, temperature)
 
 
 def make_decoder(

@@ -458,7 +458,7 @@ class ModelReader:
         inputs |= {"use_cache": False} if cache is None else {"use_cache": True, self._cache_name: cache}
         read = {"inputs_embeds" if ids.is_floating_point() else "input_ids": ids}
         output = policy.network.base_model(**read, return_dict=True, **inputs)
-        return output.last_hidden_state  # type: ignore[no-any-return]
+        return output.last_hidden_state
 
     def _flat_states(self, policy: Any, reading: Reading) -> Tensor:
         """States before the scored tokens, every row with a separate prompt."""

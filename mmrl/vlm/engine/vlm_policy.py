@@ -112,7 +112,7 @@ class Head:
 
         rows = max(1, CHUNK_ELEMENTS // self.entries)
         pairs = zip(states.split(rows), targets.split(rows), strict=True)
-        scores = [checkpoint(score, *pair, use_reentrant=False) for pair in pairs]  # type: ignore[no-untyped-call]
+        scores = [checkpoint(score, *pair, use_reentrant=False) for pair in pairs]
         logp = torch.cat([logp for logp, _ in scores])
         return LogProbs(logp, torch.cat([found for _, found in scores]) if entropy else None)
 
@@ -128,7 +128,7 @@ class Head:
 
         rows = max(1, CHUNK_ELEMENTS // self.entries)
         pairs = zip(states.split(rows), ids.split(rows), strict=True)
-        return torch.cat([checkpoint(score, *pair, use_reentrant=False) for pair in pairs])  # type: ignore[no-untyped-call]
+        return torch.cat([checkpoint(score, *pair, use_reentrant=False) for pair in pairs])
 
     @torch.no_grad()
     def collision(self, states: Tensor, targets: Tensor, logp: Tensor, temperature: float, banned: Tensor) -> Tensor:
@@ -161,7 +161,7 @@ def own_logits(network: Any, states: Tensor) -> Tensor:
     body.forward = lambda *_, **__: given
     try:
         nothing = torch.zeros((1, len(states)), dtype=torch.int64, device=states.device)
-        return network(input_ids=nothing, use_cache=False).logits[0]  # type: ignore[no-any-return]
+        return network(input_ids=nothing, use_cache=False).logits[0]
     finally:
         if own is None:
             del body.forward
@@ -331,7 +331,7 @@ class VlmPolicy(nn.Module):
     @property
     def device(self) -> torch.device:
         """Device of the language model's head."""
-        return self.network.get_output_embeddings().weight.device  # type: ignore[no-any-return]
+        return self.network.get_output_embeddings().weight.device
 
     @property
     def reads_media(self) -> bool:

@@ -403,7 +403,7 @@ def _with_one_placeholder(prompt: Prompt, images: int) -> np.ndarray:
 def _seeds(uniforms: Tensor) -> list[int]:
     """A seed of each row from its first two uniform numbers."""
     bits = (uniforms[:, :2].double() * 2**24).long()
-    return (bits[:, 0] * 2**24 + bits[:, -1]).tolist()  # type: ignore[no-any-return]
+    return (bits[:, 0] * 2**24 + bits[:, -1]).tolist()
 
 
 def _check_prompts(prompts: Sequence[Prompt], arrays: Any) -> None:

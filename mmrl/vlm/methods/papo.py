@@ -274,7 +274,7 @@ class Perception(LossTerm):
 
     def masked_scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Scores of the same responses to the masked images."""
-        return policy(rollouts, view=MASKED, temperature=self.temperature, outputs=outputs)  # type: ignore[no-any-return]
+        return policy(rollouts, view=MASKED, temperature=self.temperature, outputs=outputs)
 
     def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
         """Weight of the term at this step."""

@@ -296,7 +296,7 @@ class PreferenceRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-probabilities at temperature 1, because the responses were not sampled at another temperature."""
-        return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
+        return policy(rollouts, outputs=outputs)
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Mean pair loss."""

@@ -128,4 +128,4 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores."""
-        return policy(rollouts, outputs=outputs)  # type: ignore[no-any-return]
+        return policy(rollouts, outputs=outputs)

@@ -135,7 +135,7 @@ class Teacher:
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Outputs (B, T) of the teacher; a scorer of `Passes`, which hands over the policy."""
         with torch.no_grad():
-            return self.model(rollouts, view=self.view, temperature=self.temperature, outputs=outputs)  # type: ignore[no-any-return]
+            return self.model(rollouts, view=self.view, temperature=self.temperature, outputs=outputs)
 
     def divergence(self, states: Tensor, rollouts: Rollouts, beta: float) -> Tensor:
         """`generalized_jsd` (B, T) between policy and teacher over the vocabulary; 0 where the mask is 0.
@@ -151,7 +151,7 @@ class Teacher:
             others = self.model.states(rollouts, view=self.view)
         rows = max(1, CHUNK_ELEMENTS // self.policy.head.entries)
         pairs = zip(states.split(rows), others.split(rows), strict=True)
-        found = torch.cat([checkpoint(self._chunk, *pair, beta, use_reentrant=False) for pair in pairs])  # type: ignore[no-untyped-call]
+        found = torch.cat([checkpoint(self._chunk, *pair, beta, use_reentrant=False) for pair in pairs])
         zeros = torch.zeros(rollouts.mask.shape, dtype=found.dtype, device=found.device)
         return zeros.index_put(torch.nonzero(rollouts.mask, as_tuple=True), found)
 

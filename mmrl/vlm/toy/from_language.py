@@ -247,7 +247,7 @@ def look(model: Any, pixels: Tensor) -> Tensor:
     """Image tokens (N, 16, H) of pictures (N, 3, 64, 64)."""
     body = model.base_model
     with torch.autocast("cpu", torch.bfloat16):
-        return body.connector(body.vision_model(pixel_values=pixels).last_hidden_state).float()  # type: ignore[no-any-return]
+        return body.connector(body.vision_model(pixel_values=pixels).last_hidden_state).float()
 
 
 def learn_words(

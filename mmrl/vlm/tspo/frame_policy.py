@@ -131,7 +131,7 @@ class TspoPolicy(nn.Module):
                 payload.finish,
             ),
         )
-        return self.reader(rows, temperature=temperature).logp  # type: ignore[no-any-return]
+        return self.reader(rows, temperature=temperature).logp
 
     def save_pretrained(self, path: Path | str) -> None:
         """Write the agent's folder and, in a folder inside it, a trained model."""

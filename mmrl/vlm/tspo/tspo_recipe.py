@@ -245,7 +245,7 @@ class PickMeasure(Measure[NeedleTask]):
 def _of_needle(needle: np.ndarray, count: int) -> list[int]:
     """Indices of at most `count` frames of a needle, evenly spaced."""
     frames = np.flatnonzero(needle)
-    return frames[uniform_frames(len(frames), count).numpy()].tolist()  # type: ignore[no-any-return]
+    return frames[uniform_frames(len(frames), count).numpy()].tolist()
 
 
 LOGGER = logging.getLogger("mmrl")
@@ -370,7 +370,7 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-probability of each pick and of each trained token, at the temperatures of the draw."""
         config = self.config
-        return policy(rollouts, config.picks.logprob, config.answerer.sampler.temperature)  # type: ignore[no-any-return]
+        return policy(rollouts, config.picks.logprob, config.answerer.sampler.temperature)
 
     def measures(self, policy: TspoPolicy, split: str, step: Step) -> list[PickMeasure]:
         """Needle recall and accuracy for the agent's best frames, uniform frames, and those most like the question."""

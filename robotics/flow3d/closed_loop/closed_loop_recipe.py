@@ -159,7 +159,7 @@ def _disturbed(source: Source, still_share: float) -> Source:
     if not still_share:
         return source
     if isinstance(source, type) or not hasattr(source, "predict"):
-        return lambda scene: StillPoints(source(scene), still_share)  # type: ignore[operator]
+        return lambda scene: StillPoints(source(scene), still_share)
     return StillPoints(source, still_share)
 
 

@@ -129,7 +129,7 @@ class FlowLoopMeasure(EpisodeMeasure[FlowEpisode]):
 
     def state_of(self, row: Row) -> str:
         """The episode's scene and instruction."""
-        return row["id"]  # type: ignore[no-any-return]
+        return row["id"]
 
     def columns(self, row: Row) -> Row:
         """Task, tries and ending."""

@@ -132,7 +132,7 @@ class FlowTabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._over = success or truncated
         return self._observe(), float(success), success, truncated, info
 
-    def render(self) -> NDArray[np.uint8] | None:  # type: ignore[override]
+    def render(self) -> NDArray[np.uint8] | None:
         """The camera's image (H, W, 3); None without a render mode."""
         if self.render_mode is None:
             return None

@@ -153,7 +153,7 @@ class EncoderConfig:
 
     def __post_init__(self) -> None:
         if isinstance(self.image_size, list):
-            self.image_size = tuple(self.image_size)  # type: ignore[unreachable]  # JSON has lists only
+            self.image_size = tuple(self.image_size)  # JSON has lists only
 
     def validate(self) -> None:
         """Check that the sizes fit together; raises UserError."""
@@ -421,7 +421,7 @@ class EncodedPolicy(nn.Module):
     @classmethod
     def build(cls, config: Any, instructions: Iterable[str], seed: int = 0) -> Self:
         """Create a policy whose vocabulary is the words of some instructions."""
-        return cls(config, Vocabulary.from_texts(instructions), seed)  # type: ignore[call-arg]
+        return cls(config, Vocabulary.from_texts(instructions), seed)
 
     def scale_states(self, statistics: StateStatistics) -> None:
         self.encoder.scale_states(statistics)
@@ -456,6 +456,6 @@ class EncodedPolicy(nn.Module):
         config = make_config(cls.config_class, entries | {"encoder": encoder}, str(path))
         words = Vocabulary.load(folder / VOCABULARY_FILE)
         # sizes are checked against the weight file before memory is allocated
-        policy = build_fitting(lambda: cls(config, words), sizes, folder)  # type: ignore[call-arg]
+        policy = build_fitting(lambda: cls(config, words), sizes, folder)
         policy.load_weights(path)
         return policy

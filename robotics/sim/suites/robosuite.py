@@ -78,7 +78,7 @@ def make(
     return RobosuiteEnv(env, keys, camera, size, shadows, views or [])
 
 
-class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
+class RobosuiteEnv(GymWrapper):
     """An environment whose episodes repeat; arguments as for `make`."""
 
     render_mode = "rgb_array"
@@ -101,7 +101,7 @@ class RobosuiteEnv(GymWrapper):  # type: ignore[misc]
         if seed is not None:
             # The placements hold on to this generator, so it keeps its identity and gets another state.
             self.env.rng.bit_generator.state = np.random.default_rng(seed).bit_generator.state
-        return super().reset(seed=seed, options=options)  # type: ignore[no-any-return]
+        return super().reset(seed=seed, options=options)
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         """Act for one control step; only the horizon ends an episode, which truncates it."""
