@@ -135,7 +135,8 @@ def _sample(
     if most_answers:
         draw = random.Random(f"worked/{seed}")
         if draw.random() < listings:
-            instruction, named = LIST, found
+            # by name, so that a model learns to find a place by its name, which is what questions ask for
+            instruction, named = LIST, sorted(found, key=lambda candidate: str(candidate[1]))
         else:
             draw.shuffle(found)
             found.sort(key=lambda candidate: not candidate[2])
