@@ -289,6 +289,8 @@ class RobotSacRecipe(RobotRecipe):
     own_loss = "sac"
     compared: Sequence[str] = ()
     updates = SacUpdater
+    watched = False
+    """Whether the replay says which actions were an overseer's."""
     replay: Replay
 
     def __init__(self, config: Any, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
@@ -313,7 +315,7 @@ class RobotSacRecipe(RobotRecipe):
         full = getattr(self.sim, "full_state_size", 0) if config.critic_state == "full" else 0
         seen = self.policy.config.encoder.state_size or self.sim.state_size
         sizes = (seen, full, self.policy.chunk, self.policy.action_size)
-        self.form = TransitionForm(*sizes, self.policy.noise_chosen, demonstrated=config.sac.demo_bc > 0)
+        self.form = TransitionForm(*sizes, self.policy.noise_chosen, self.watched, config.sac.demo_bc > 0)
         self._prior = prior_records(config.prior, self.form, self.sim) if config.prior.path else None
         # now, because a run takes the records away
         self._prior_digest = [] if self._prior is None else [content_digest([self._prior])]
