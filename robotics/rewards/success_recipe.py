@@ -41,9 +41,9 @@ from mmrl.runs.statistics import wilson_interval
 from mmrl.training.evaluation import Measure, Row, Trial, held_out_tasks
 from mmrl.training.processes import Streams, make_generator
 from mmrl.training.recipe import Step
-from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
+from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig, EvaluationConfig
 from mmrl.training.supervised import SupervisedRecipe
-from robotics.policies.base.encoder import Vocabulary
+from robotics.policies.base.encoder import EncoderConfig, Vocabulary
 from robotics.rewards.success_classifier import SuccessClassifier, SuccessModelConfig, first_success
 from robotics.rewards.success_data import LabelledEpisode, LabelledEpisodesConfig, read_episodes
 
@@ -77,6 +77,13 @@ class SuccessRunConfig(BaseRunConfig):
             raise ValueError("data.path is empty; set it to the folder of a LeRobotDataset")
         if HELD_OUT in self.eval_data:
             raise ValueError(f"eval_data has the name {HELD_OUT}, which is that of the part of data; choose another")
+        own, usual = self.evaluation, EvaluationConfig()
+        if any(getattr(own, name) != getattr(usual, name) for name in ("greedy", "samples", "temperature")):
+            raise ValueError(
+                "evaluation.greedy, samples and temperature have no effect on a classifier; leave them out"
+            )
+        if self.model.encoder.image_size != EncoderConfig().image_size or self.model.encoder.state_size is not None:
+            raise ValueError("model.encoder.image_size and state_size are read from the data; leave them out")
 
 
 @dataclass
