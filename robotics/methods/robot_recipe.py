@@ -197,7 +197,7 @@ class RobotDomain:
         Raises:
             UserError: one of them cannot be used, or they do not fit together.
         """
-        self.sim: RobotSim = open_run_sim(config.sim, config.success) if sim is None else sim
+        self.sim: RobotSim = self.wrapped(open_run_sim(config.sim, config.success) if sim is None else sim)
         with opening(self.opened) as opened:
             opened.callback(self.sim.close)
             self._fit(config, policy)
@@ -213,6 +213,10 @@ class RobotDomain:
         self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
         options = {"sim": {"options": config.sim.options}, "model": {"options": getattr(config.model, "options", {})}}
         self.code |= named_digests(options)
+
+    def wrapped(self, sim: RobotSim) -> RobotSim:
+        """The simulator as the recipe needs it."""
+        return sim
 
     def _fit(self, config: Any, policy: ActionPolicy | None) -> None:
         """List the initial states, and load a policy that fits the simulator."""

@@ -56,6 +56,7 @@ from robotics.episodes.collect import Episodes, run_episodes
 from robotics.episodes.episode_evaluation import RobotEvaluationConfig
 from robotics.episodes.payload import EpisodePayload, EpisodeSetConfig
 from robotics.methods.ppo import ChunkRewardConfig, ChunkWeights
+from robotics.methods.progress_sim import PotentialConfig, ProgressSim
 from robotics.methods.robot_recipe import RobotParts, RobotRecipe, check_usable, pack_episodes
 from robotics.offpolicy.prior import PriorConfig, prior_records
 from robotics.offpolicy.q_ensemble import QEnsemble
@@ -95,6 +96,8 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
     """Initial states for training."""
     reward: ChunkRewardConfig = field(default_factory=ChunkRewardConfig)
     """Reward of a control step."""
+    potential: PotentialConfig = rare(field(default_factory=PotentialConfig))
+    """What `reward.potential` weights instead of the environment's own rewards."""
     sac: SacSettings = field(default_factory=SacSettings)
     """The method."""
     batch: int = bounded(256, at_least=1)
@@ -142,6 +145,8 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
             raise ValueError(
                 f"sim.image_size is {self.sim.image_size}, but {self.recipe} learns from states; set sim.image_size=0"
             )
+        if self.potential.demonstrations and not self.reward.potential:
+            raise ValueError("potential.demonstrations is set, but reward.potential is not; give it a weight")
         if self.sac.demo_bc and not self.prior.path:
             raise ValueError(f"sac.demo_bc is {self.sac.demo_bc:g}, but there are no demonstrations; set prior.path")
 
@@ -321,6 +326,11 @@ class RobotSacRecipe(RobotRecipe):
         self._prior_digest = [] if self._prior is None else [content_digest([self._prior])]
         uniform = UniformPolicy(self.policy.chunk, self.policy.action_size)
         self._first = {"random": uniform, "base": improved and BaseActs(improved)}.get(config.warmup)
+
+    def wrapped(self, sim: RobotSim) -> RobotSim:
+        """The simulator, with the configured potential as its rewards."""
+        potential = self.config.potential
+        return ProgressSim.over(sim, potential) if potential.demonstrations else sim
 
     def make_objective(self) -> Objective:
         """None of its blocks is used: the loss is that of `SacUpdater`."""

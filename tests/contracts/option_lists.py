@@ -57,6 +57,10 @@ IDLE = {
     "BaseTrainerConfig.mixed_precision": "given to the accelerator, and the walk's is made apart",
     "TrainerConfig.skip_steps_without_gradient": "needs a step without a gradient",
     **dict.fromkeys(
+        ("PotentialConfig.demonstrations", "PotentialConfig.camera"),
+        "needs demonstrations; tests/robotics/test_progress_sim.py",
+    ),
+    **dict.fromkeys(
         ("SuccessConfig.classifier", "SuccessConfig.threshold", "SuccessConfig.looks"),
         "needs a trained classifier; tests/robotics/rewards/test_judged_sim.py",
     ),
