@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PotentialConfig:
-    """A potential of the state in place of the environment's own rewards."""
+    """A potential of the state instead of the environment's own rewards."""
 
     demonstrations: str = rare("")
     """Folder of a LeRobotDataset of successes: the reward is the progress towards them at each look. Empty = the

@@ -267,7 +267,7 @@ class VerdictsMeasure(Measure[LabelledEpisode]):
 def split_episodes(
     episodes: Sequence[LabelledEpisode], share: float, seed: int
 ) -> tuple[list[LabelledEpisode], list[LabelledEpisode]]:
-    """Training and held-out episodes, each with its share of the successes and of the failures."""
+    """Training and held-out episodes, each with successes and failures in proportion."""
     train, held = [], []
     for kind in (True, False):
         own = [one for one in episodes if bool(one.labels.any()) == kind]
