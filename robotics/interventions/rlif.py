@@ -88,11 +88,22 @@ class RobotRlifRecipe(RobotRlpdRecipe):
             seen += run_watched(policy, self.sim, *some, greedy=False)
         lengths = torch.tensor([len(one) for one in seen])
         steps = (torch.arange(max(1, int(lengths.max()))) < lengths[:, None]).long()
-        flags = [torch.tensor([getattr(one, name) for one in seen]) for name in ("success", "terminated", "failed")]
-        last = torch.tensor([one.rewards[-1] if one.rewards else torch.nan for one in seen])
-        none, reasons = torch.zeros(*steps.shape, 0), [one.reason for one in seen]
+        success, terminated, failed = (
+            torch.tensor([getattr(one, name) for one in seen]) for name in ("success", "terminated", "failed")
+        )
+        none = torch.zeros(*steps.shape, 0)
         payload = WatchedPayload(
-            list(tasks), none, none, steps, *flags, last, none[:, 0], reasons=reasons, watched=seen
+            episodes=list(tasks),
+            states=none,
+            decisions=none,
+            steps=steps,
+            success=success,
+            terminated=terminated,
+            failed=failed,
+            last_reward=torch.tensor([one.rewards[-1] if one.rewards else torch.nan for one in seen]),
+            last_state=none[:, 0],
+            reasons=[one.reason for one in seen],
+            watched=seen,
         )
         payload = payload.to(self.policy.device)
         self._note(payload)
@@ -106,10 +117,10 @@ class RobotRlifRecipe(RobotRlpdRecipe):
         return [self._experience(one) for one in WatchedPayload.of(rollouts).watched if not one.failed]
 
     def _experience(self, one: WatchedEpisode) -> Experience:
-        full = [*one.full, one.last_full] if self.form.full else [np.zeros(0, np.float32)] * (len(one) + 1)
-        owner = np.array(one.by_person)
+        full: list[Any] = [*one.full, one.last_full] if self.form.full else [np.zeros(0, np.float32)] * (len(one) + 1)
+        owner, states = np.array(one.by_person), [*one.states, *([] if one.last_state is None else [one.last_state])]
         return Experience(
-            states=np.stack([*one.states, one.last_state]),
+            states=np.stack(states),
             full=np.stack(full),
             actions=np.stack(one.actions)[:, None].clip(-1, 1),
             rewards=intervention_rewards(owner)[:, None],

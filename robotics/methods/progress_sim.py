@@ -10,7 +10,7 @@ Source: SRPO, arXiv 2511.15605, which rewards whole episodes only; distances to 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ class ProgressSim:
                 found[episode.task] += list(self._latent.embed([images], [episode.state]).latents)
         if missing := [text for text, latents in found.items() if not latents]:
             raise UserError(f"potential.demonstrations has no success of {missing[0]!r}")
-        self._references = {text: np.stack(latents) for text, latents in found.items()}
+        self._references: dict[Hashable, ArrayLike] = {text: np.stack(latents) for text, latents in found.items()}
 
     @classmethod
     def over(cls, sim: RobotSim, config: PotentialConfig) -> RobotSim:
@@ -113,7 +113,7 @@ class ProgressSim:
         """Begin episodes, see `RobotSim.reset`."""
         result = begin_episodes(self._sim, episodes, past)
         self._texts = [episode.instruction for episode in episodes]
-        self._seen: list[list[tuple[NDArray[np.float32], NDArray[np.uint8] | None]]] = [[] for _ in episodes]
+        self._seen: list[list[tuple[NDArray[np.float32], Any]]] = [[] for _ in episodes]
         self._value = np.zeros(len(episodes))
         self._note(result.observation)
         return result
@@ -142,6 +142,6 @@ class ProgressSim:
         found = progress_rewards(latents, failures, valid, texts, self._settings, self._references, first).reward
         return np.where(valid, found, self._value[list(rows)])
 
-    def _embedded(self, parts: Sequence[Sequence[tuple[NDArray[np.float32], NDArray[np.uint8] | None]]]) -> Any:
+    def _embedded(self, parts: Sequence[Sequence[tuple[NDArray[np.float32], Any]]]) -> Any:
         images = [np.stack([image for _, image in part]) if self._latent.needs_images else None for part in parts]
         return self._latent.embed(images, [np.stack([state for state, _ in part]) for part in parts], one_by_one=True)

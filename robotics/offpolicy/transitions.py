@@ -55,9 +55,10 @@ class TransitionForm:
         chunk = [("actions", np.float32, self.judged), ("rewards", np.float32, (self.chunk,))]
         chunk += [("demonstrated", np.float32, (self.chunk, self.action))] if self.demonstrated else []
         # the reward before the chunk, for rewards that are differences of a potential
-        chunk += [("by_overseer", np.bool_)] if self.watched else []
         numbers = [("before", np.float32), ("steps", np.int32), ("task", np.int32)]
-        return np.dtype([*seen, *chunk, *following, *numbers, ("terminated", np.bool_), ("success", np.bool_)])
+        flags = [("terminated", np.bool_), ("success", np.bool_)]
+        flags += [("by_overseer", np.bool_)] if self.watched else []
+        return np.dtype([*seen, *chunk, *following, *numbers, *flags])
 
 
 @dataclass(frozen=True)

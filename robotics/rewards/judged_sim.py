@@ -61,7 +61,7 @@ def open_run_sim(config: SimConfig, success: SuccessConfig) -> RobotSim:
     if not success.classifier:
         return open_sim(config)
     judge = SuccessClassifier.from_pretrained(success.classifier)
-    given = {"threshold": success.threshold, "looks": success.looks}
+    given: dict[str, Any] = {"threshold": success.threshold, "looks": success.looks}
     judge.config = replace(judge.config, **{name: value for name, value in given.items() if value is not None})
     shown = config
     if not config.image_size:
@@ -140,7 +140,7 @@ class JudgedSim:
         given = np.zeros((len(self._sim.live), *moves.shape[1:]), np.float32)
         given[np.isin(self._sim.live, live)] = moves
         result = self._sim.step_chunk(given, record)
-        parts = {name: getattr(result, name) for name in BY_ROW}
+        parts: dict[str, Any] = {name: getattr(result, name) for name in BY_ROW}
         mine = np.isin(result.rows, live)
         result = replace(result, **{name: part if part is None else part[mine] for name, part in parts.items()})
         own, solved = result.success, self._look(result, live)
