@@ -197,6 +197,7 @@ METRICS = {
     "classifier/precision": "Fraction of the episodes judged solved whose frame at the verdict shows success.",
     "classifier/recall": "Fraction of the successful episodes that are judged solved at a frame that shows success.",
     "classifier/false_positives": "Fraction of all episodes that are judged solved at a frame without success.",
+    "classifier/early": "Fraction of all episodes that are judged solved before they are; part of the false positives.",
     "classifier/frame_precision": "Fraction of the frames above the threshold that show success.",
     "classifier/frame_recall": "Fraction of the frames with success that are above the threshold.",
     "accuracy/episodes": "Fraction of episodes with a right verdict of the success classifier.",

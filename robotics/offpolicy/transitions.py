@@ -56,9 +56,10 @@ class TransitionForm:
         chunk += [("demonstrated", np.float32, (self.chunk, self.action))] if self.demonstrated else []
         # the reward before the chunk, for rewards that are differences of a potential
         numbers = [("before", np.float32), ("steps", np.int32), ("task", np.int32)]
-        flags = [("terminated", np.bool_), ("success", np.bool_)]
-        flags += [("by_overseer", np.bool_)] if self.watched else []
-        return np.dtype([*seen, *chunk, *following, *numbers, *flags])
+        watched = [("by_overseer", np.dtype(np.bool_))] if self.watched else []
+        return np.dtype(
+            [*seen, *chunk, *following, *numbers, *watched, ("terminated", np.bool_), ("success", np.bool_)]
+        )
 
 
 @dataclass(frozen=True)

@@ -140,9 +140,9 @@ class JudgedSim:
         given = np.zeros((len(self._sim.live), *moves.shape[1:]), np.float32)
         given[np.isin(self._sim.live, live)] = moves
         result = self._sim.step_chunk(given, record)
-        parts: dict[str, Any] = {name: getattr(result, name) for name in BY_ROW}
-        mine = np.isin(result.rows, live)
-        result = replace(result, **{name: part if part is None else part[mine] for name, part in parts.items()})
+        mine, parts = np.isin(result.rows, live), {name: getattr(result, name) for name in BY_ROW}
+        kept: dict[str, Any] = {name: part if part is None else part[mine] for name, part in parts.items()}
+        result = replace(result, **kept)
         own, solved = result.success, self._look(result, live)
         # an end by its own success would tell what only the classifier may
         terminated = solved | (result.terminated & ~own)

@@ -226,6 +226,7 @@ class VerdictsMeasure(Measure[LabelledEpisode]):
             "precision": (right, len(judged)),
             "recall": (right, len(solved)),
             "false_positives": (wrong, len(rows)),
+            "early": (sum(row["success"] and not row["right"] for row in judged), len(rows)),
         }
         hits, above, positive = (sum(row["frames"][place] for row in rows) for place in range(3))
         counts |= {"frame_precision": (hits, above), "frame_recall": (hits, positive)}

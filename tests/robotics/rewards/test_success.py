@@ -78,6 +78,7 @@ def test_verdicts_are_counted_by_episode_and_wrong_frames_are_kept(tmp_path):
     assert found["classifier/precision"] == pytest.approx(1 / 3)
     assert found["classifier/recall"] == 0.5
     assert found["classifier/false_positives"] == pytest.approx(2 / 3)
+    assert found["classifier/early"] == pytest.approx(1 / 3)
     assert (found["classifier/frame_precision"], found["classifier/frame_recall"]) == (pytest.approx(4 / 9), 1.0)
     measure.finish(rows, None)
     names = sorted(path.name for path in (tmp_path / "wrong").iterdir())
