@@ -206,7 +206,8 @@ METRICS = {
         "claims success wrongly or misses it, and of episodes that the environment counts as solved."
     ),
     "judged/<agreement|false_positives|false_negatives|true_success>/<greedy|sampled>": (
-        "The same fractions of the evaluation's episodes."
+        "Fractions of the evaluation's episodes in which a success classifier agrees with the environment's success, "
+        "claims success wrongly or misses it, and of episodes that the environment counts as solved."
     ),
     "bc/loss": "Loss of behaviour cloning.",
     "bc/token_accuracy": "Fraction of action tokens whose demonstrated value is the most likely one.",

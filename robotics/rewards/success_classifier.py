@@ -73,23 +73,24 @@ class SuccessClassifier(nn.Module):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.encoder = ObservationEncoder(config.encoder, vocabulary, queries=1)
-            hidden = [nn.Linear(config.encoder.width, config.width), nn.Dropout(config.dropout)]
-            self.head = nn.Sequential(*hidden, nn.LayerNorm(config.width), nn.ReLU(), nn.Linear(config.width, 1))
+            self.hidden = nn.Linear(config.encoder.width, config.width)
+            self.head = nn.Sequential(nn.LayerNorm(config.width), nn.ReLU(), nn.Linear(config.width, 1))
 
-    def forward(self, images: Tensor, instructions: Sequence[str]) -> Tensor:
+    def forward(self, images: Tensor, instructions: Sequence[str], kept: Tensor | None = None) -> Tensor:
         """Logits (B,) float32 of success for images (B, H, W, 3) uint8; raises UserError for another size.
 
-        Gradient: into all weights.
+        `kept` (B, width) bool has the hidden entries that dropout keeps, in training. Gradient: into all weights.
         """
-        logits: Tensor = self.head(self.encoder(PolicyInputs(images, None, tuple(instructions)))[:, 0])
+        hidden = self.hidden(self.encoder(PolicyInputs(images, None, tuple(instructions)))[:, 0])
+        if kept is not None:
+            hidden = hidden * kept / (1 - self.config.dropout)
+        logits: Tensor = self.head(hidden)
         return logits[:, 0].float()
 
     @torch.no_grad()
     def probabilities(self, images: Tensor, instructions: Sequence[str]) -> list[float]:
         """Probabilities (B,) of success for images (B, H, W, 3) uint8, without dropout."""
-        training = self.training
-        found: list[float] = self.eval()(images, instructions).sigmoid().tolist()
-        self.train(training)
+        found: list[float] = self(images, instructions).sigmoid().tolist()
         return found
 
     def check_instructions(self, instructions: Iterable[str]) -> None:

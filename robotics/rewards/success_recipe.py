@@ -94,6 +94,8 @@ class FramePayload(Payload):
     """(B, H, W, 3) uint8."""
     labels: Tensor = per_row()
     """(B,) float32, 1 if the frame shows success."""
+    kept: Tensor = per_row()
+    """(B, width) bool, the hidden entries that dropout keeps."""
     instructions: list[str] = per_row()
 
 
@@ -138,7 +140,9 @@ class SuccessRecipe(SupervisedRecipe[SuccessClassifier, Any]):
         chosen = [kind[seed % len(kind)] for kind, (seed, _) in zip(kinds, seeds, strict=True)]
         crops = [random_crop(one.images[at], seed) for (one, at), (_, seed) in zip(chosen, seeds, strict=True)]
         labels = torch.tensor([float(one.labels[at]) for one, at in chosen])
-        payload = FramePayload(torch.stack(crops), labels, [one.instruction for one, _ in chosen])
+        # drawn by row and not by the network, so that a row does not depend on the others
+        kept = streams.uniform(len(tasks), 1, policy.config.width, purpose="dropout") >= policy.config.dropout
+        payload = FramePayload(torch.stack(crops), labels, kept, [one.instruction for one, _ in chosen])
         payload = payload.to(next(policy.parameters()).device)
         ones = torch.ones_like(payload.labels)[:, None]
         zeros = torch.zeros_like(ones)
@@ -148,7 +152,7 @@ class SuccessRecipe(SupervisedRecipe[SuccessClassifier, Any]):
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Log-likelihood (B, 1) of the labels."""
         payload = FramePayload.of(rollouts)
-        logits = policy(payload.images, payload.instructions)
+        logits = policy(payload.images, payload.instructions, payload.kept)
         return PolicyOutputs(
             -functional.binary_cross_entropy_with_logits(logits, payload.labels, reduction="none")[:, None]
         )
