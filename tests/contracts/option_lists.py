@@ -340,6 +340,7 @@ OWN: dict[str, dict[str, str]] = {
         **OFFPOLICY,
         **dict.fromkeys(("sim.", "acting.", "data.", "eval_data.", "evaluation."), "robot_sac has the same options"),
         "overseer.threshold": "the overseer of the walk acts at random",
+        "model.options.cloning": "for sac.demo_bc; robot_rlpd has the same option",
         "overseer.axes": "of a person's device",
         "overseer.speed": "of a person's device",
     },
