@@ -69,6 +69,19 @@ RECIPES = (
         "Ball et al., RLPD, arXiv 2302.02948",
     ),
     RecipeEntry(
+        "robot_rlif",
+        "robotics.interventions.rlif:RobotRlifRecipe:RobotRlifConfig",
+        "robot_rlpd whose only reward is that an overseer takes over, which costs 1",
+        "Luo et al., RLIF, arXiv 2311.12996",
+    ),
+    RecipeEntry(
+        "robot_success",
+        "robotics.rewards.success_recipe:SuccessRecipe:SuccessRunConfig",
+        "a classifier that sees in an image whether a task is solved, as the reward of robots without a success signal",
+        "Luo et al., HIL-SERL, arXiv 2410.21845",
+        supervised=True,
+    ),
+    RecipeEntry(
         "robot_distil",
         "robotics.methods.distillation:RobotDistilRecipe:RobotDistilConfig",
         "distillation of a robot policy from a larger or earlier one, in states that the student itself reaches (OPD)",
@@ -181,6 +194,21 @@ METRICS = {
     "loss/critic": "Mean squared error of the critics.",
     "loss/actor": "Loss of the actor: alpha log pi - Q at sampled actions, and behaviour cloning if it has a weight.",
     "loss/temperature": "Loss of log alpha.",
+    "classifier/precision": "Fraction of the episodes judged solved whose frame at the verdict shows success.",
+    "classifier/recall": "Fraction of the successful episodes that are judged solved at a frame that shows success.",
+    "classifier/false_positives": "Fraction of all episodes that are judged solved at a frame without success.",
+    "classifier/early": "Fraction of all episodes that are judged solved before they are; part of the false positives.",
+    "classifier/frame_precision": "Fraction of the frames above the threshold that show success.",
+    "classifier/frame_recall": "Fraction of the frames with success that are above the threshold.",
+    "accuracy/episodes": "Fraction of episodes with a right verdict of the success classifier.",
+    "judged/<agreement|false_positives|false_negatives|true_success>": (
+        "Fractions of the step's episodes in which a success classifier agrees with the environment's own success, "
+        "claims success wrongly or misses it, and of episodes that the environment counts as solved."
+    ),
+    "judged/<agreement|false_positives|false_negatives|true_success>/<greedy|sampled>": (
+        "Fractions of the evaluation's episodes in which a success classifier agrees with the environment's success, "
+        "claims success wrongly or misses it, and of episodes that the environment counts as solved."
+    ),
     "bc/loss": "Loss of behaviour cloning.",
     "bc/token_accuracy": "Fraction of action tokens whose demonstrated value is the most likely one.",
     "bc/action_error": "Mean distance between the most likely and the demonstrated action, on the scale -1..1.",

@@ -111,10 +111,10 @@ class _Small:
     """A policy of a few million weights, which is simply made, for the sizes of the simulator."""
 
     def __init__(self, config: Any) -> None:
-        from robotics.sim.opening import open_sim
+        from robotics.rewards.judged_sim import open_run_sim
 
         self.config = config
-        self.sim = open_sim(config.sim)
+        self.sim = open_run_sim(config.sim, config.success)
 
     def __enter__(self) -> _Policy:
         sim, config = self.sim, self.config

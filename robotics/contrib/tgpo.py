@@ -53,8 +53,8 @@ from robotics.contrib.stl_sim import StlSim
 from robotics.methods.ppo import ChunkRewardConfig, RobotPpoParts, RobotPpoRecipe
 from robotics.methods.robot_recipe import RobotConfig
 from robotics.policies.base.action_policy import ActionPolicy
+from robotics.rewards.judged_sim import open_run_sim
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotSim
-from robotics.sim.opening import open_sim
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -229,7 +229,7 @@ class TgpoRecipe(RobotPpoRecipe):
     config: TgpoConfig
 
     def __init__(self, config: TgpoConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
-        opened = open_sim(config.sim) if sim is None else sim
+        opened = open_run_sim(config.sim, config.success) if sim is None else sim
         settings = config.tgpo
         try:
             grounded = GroundedSim(opened, settings.formula, settings.signals, settings.reward)

@@ -344,6 +344,7 @@ class _Recorder:
         self.last = [_observed(started.observation, row) for row in rows]
         self.poses = [[] if started.object_poses is None else [started.object_poses[row]] for row in rows]
         self.success = np.zeros(len(episodes), bool)
+        self.true_success = started.true_success
         self.terminated = np.zeros(len(episodes), bool)
         self.truncated = np.zeros(len(episodes), bool)
         self.failed = started.failed.copy()
@@ -383,6 +384,8 @@ class _Recorder:
             self.last[row] = _observed(result.observation, index)
             # once solved or ended, a row stays so
             self.success[row] |= bool(result.success[index])
+            if self.true_success is not None and result.true_success is not None:
+                self.true_success[row] |= bool(result.true_success[index])
             self.terminated[row] |= bool(result.terminated[index])
             self.truncated[row] |= bool(result.truncated[index])
             self.failed[row] |= bool(result.failed[index])
@@ -403,6 +406,7 @@ class _Recorder:
             decisions=self._stack("decisions", example["decisions"]),
             steps=self._stack("steps", torch.zeros((), dtype=torch.int64)),
             success=self._moved(self.success),
+            true_success=None if self.true_success is None else self._moved(self.true_success),
             terminated=self._moved(self.terminated),
             truncated=self._moved(self.truncated),
             failed=self._moved(self.failed),

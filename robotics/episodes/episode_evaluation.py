@@ -45,6 +45,18 @@ PROTOCOLS = ("greedy", "sampled", "greedy_swapped", "sampled_swapped")
 """Protocols of choosing actions; `_swapped` shows the policy the first images of another episode."""
 
 
+JUDGED = ("agreement", "false_positives", "false_negatives", "true_success")
+"""Numbers that compare a classifier's verdicts with the environment's own success."""
+
+
+def judged_counts(verdicts: Sequence[bool], true: Sequence[bool]) -> dict[str, int]:
+    """Counts of `JUDGED` among episodes, and `compared`, their number."""
+    pairs = Counter(zip(verdicts, true, strict=True))
+    agreed, wrong, missed = pairs[True, True] + pairs[False, False], pairs[True, False], pairs[False, True]
+    counts = dict(zip(JUDGED, (agreed, wrong, missed, pairs[True, True] + missed), strict=True))
+    return counts | {"compared": len(verdicts)}
+
+
 def episode_of(row: Mapping[str, Any]) -> EpisodeSpec:
     """The episode of an evaluation's row."""
     return EpisodeSpec(row["task"], row["instruction"], row["layout"], row["split"], row.get("draw", 0))
@@ -90,7 +102,8 @@ class ReplayVideos:
         except RunError as error:
             LOGGER.warning("no video of %s: %s", episode_id(episode), error)
             return
-        if success != row["success"]:
+        # a classifier's verdict is not repeated in a replay
+        if success not in (row["success"], row.get("true_success")):
             LOGGER.warning("the replay of %s ended differently", episode_id(episode))
         if not len(frames):
             return
@@ -199,6 +212,10 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
         # a sum of potentials says nothing
         if finished and not getattr(self.sim, "potential_rewards", False) and finished[0]["return"] is not None:
             metrics[f"episode/return/{self.protocol}"] = mean_or_nan([row["return"] for row in finished])
+        if compared := [row for row in finished if "true_success" in row]:
+            parts = [[bool(row[name]) for row in compared] for name in ("success", "true_success")]
+            counts = judged_counts(*parts)
+            metrics |= {f"judged/{name}/{self.protocol}": counts[name] / len(compared) for name in JUDGED}
         return metrics | {f"episode/failed/{self.protocol}": float(len(rows) - len(finished))}
 
     def record(self, row: Row) -> SampleRecord:
@@ -345,6 +362,7 @@ def _row(trial: Trial[EpisodeSpec], episodes: Episodes, row: int) -> Row:
     return {
         **({} if task.draw == 0 else {"draw": task.draw}),
         **({"randomization": dict(drawn)} if drawn else {}),
+        **({} if payload.true_success is None else {"true_success": bool(payload.true_success[row])}),
         "index": trial.index,
         "repeat": trial.repeat,
         "task": task.task,

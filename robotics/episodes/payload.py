@@ -104,6 +104,8 @@ class EpisodePayload(Payload):
     """(B,) float32, the environment's own reward at the last control step."""
     last_state: Tensor = per_row()
     """(B, S) float32, at the end of the episode."""
+    true_success: Tensor | None = per_row(default=None)
+    """(B,) bool, the environment's own success, if `success` is the verdict of a classifier; None otherwise."""
     truncated: Tensor | None = per_row(default=None)
     """(B,) bool, whether a time limit ended the episode: the horizon, or a limit of the environment."""
     images: Tensor | None = per_decision(default=None)

@@ -21,7 +21,7 @@ from mmrl.fields import check_config
 from mmrl.files import replaced
 from mmrl.recipes import world_table
 from robotics.data.features import ACTION, EXECUTED, FULL_STATE
-from robotics.sim.episodes import EpisodeSpec, RobotSim
+from robotics.sim.episodes import EpisodeSpec, RobotObservation, RobotSim
 from robotics.sim.interface import interface_of
 from robotics.sim.opening import SimConfig, open_sim
 
@@ -57,6 +57,8 @@ class Demonstration:
     """(A,) in -1..1 as executed, with noise."""
     full: list[NDArray[np.float32]] = field(default_factory=list)
     """(F,) full state before each action; none if the simulator does not report it."""
+    solved: list[bool] = field(default_factory=list)
+    """Whether the task is solved after each action."""
     success: bool = False
     failed: bool = False
     """Whether the simulation failed."""
@@ -83,8 +85,8 @@ class Demonstration:
         return {name: np.stack(values) for name, values in parts.items() if name in features}
 
 
-Act = Callable[["NDArray[np.int64]"], "tuple[NDArray[np.float32], NDArray[np.float32]]"]
-"""Live rows (L,) to the actions (L, A) that are recorded and those that are executed."""
+Act = Callable[["RobotObservation"], "tuple[NDArray[np.float32], NDArray[np.float32]]"]
+"""Observation of live rows (L,) to the actions (L, A) that are recorded and those that are executed."""
 
 
 def record_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], act: Act) -> list[Demonstration]:
@@ -100,10 +102,10 @@ def record_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], act: Act) ->
     while len(sim.live):
         # the simulator changes `live` in place while it steps
         rows = sim.live.copy()
-        actions, executed = act(rows)
+        seen = observation.of(rows)
+        actions, executed = act(seen)
         executed = np.clip(executed, -1, 1)
         full = sim.full_state() if hasattr(sim, "full_state") else None
-        seen = observation.of(rows)
         for place, row in enumerate(rows.tolist()):
             found[row].states.append(seen.state[place])
             # the recorded action may be the expert's, the executed one with noise
@@ -116,7 +118,8 @@ def record_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], act: Act) ->
         result = sim.step_chunk(executed[:, None])
         observation = result.observation
         for place, row in enumerate(result.rows.tolist()):
-            found[row].success |= bool(result.success[place])
+            found[row].solved.append(bool(result.success[place]))
+            found[row].success |= found[row].solved[-1]
             found[row].failed |= bool(result.failed[place])
             found[row].reason = result.reasons.get(row, found[row].reason)
     return found
@@ -269,11 +272,11 @@ def _acting(sim: RobotSim, episodes: Sequence[EpisodeSpec], noise: ActionNoise) 
     names = interface_of(sim).actions or ("",) * sim.action_size
     moves = np.array(["gripper" not in name for name in names])
 
-    def act(rows: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def act(seen: RobotObservation) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         actions = ask().astype(np.float32)
         if not noise.std:
             return actions, actions
-        return actions, actions + np.stack([noise.draw(rngs[row], moves) for row in rows.tolist()])
+        return actions, actions + np.stack([noise.draw(rngs[row], moves) for row in seen.rows.tolist()])
 
     return act
 

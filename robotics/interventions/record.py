@@ -127,15 +127,12 @@ class InterventionRecord:
         """
         kept = bool(len(episode)) and not episode.failed
         line = {
+            **episode.counts(),
             "attempt": len(self.attempts),
             "episode_index": self._writer.episodes if kept else None,
             "task": episode.episode.task,
             "split": episode.episode.split,
             "layout": episode.episode.layout,
-            "steps": len(episode),
-            "person_steps": sum(episode.by_person),
-            "starts": episode.starts,
-            "success": episode.success,
             "reason": episode.reason,
             "weights": weights,
             **({} if rate is None else asdict(rate)),

@@ -38,9 +38,9 @@ from robotics.interventions.pacing import ControlRate, Pacer
 from robotics.interventions.record import InterventionRecord
 from robotics.interventions.watched import WatchedEpisode, run_watched
 from robotics.policies.policy_loading import load_action_policy
+from robotics.rewards.judged_sim import open_run_sim
 from robotics.sim.episodes import RobotObservation, RobotSim
 from robotics.sim.interface import interface_of
-from robotics.sim.opening import open_sim
 
 Say = Callable[[str], object]
 LOG = "learner.log"
@@ -128,7 +128,7 @@ class _Session:
         self._config, self._overseer, self._say, self._learner = config, overseer, say, learner
         self._run_dir = Path(config.output_dir)
         torch.set_num_threads(1)
-        self._sim = open_sim(dataclasses.replace(config.sim, workers=1))
+        self._sim = open_run_sim(dataclasses.replace(config.sim, workers=1), config.success)
         stack.callback(self._sim.close)
         self._policy = load_action_policy(config.model, self._sim, config.seed).eval()
         self._weights: int | None = None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -35,6 +35,10 @@ class WatchedEpisode(Demonstration):
     """Whether the overseer chose the action."""
     rewards: list[float] = field(default_factory=list)
     """The environment's own reward of each control step."""
+    last_state: NDArray[np.float32] | None = None
+    """(S,) at the end."""
+    last_full: NDArray[np.float32] | None = None
+    """(F,) full state at the end; None if the simulator does not report it."""
     terminated: bool = False
     """Whether the task or a person ended the episode; otherwise a time limit did."""
     press: str = ""
@@ -47,6 +51,11 @@ class WatchedEpisode(Demonstration):
     def starts(self) -> int:
         """Number of interventions: how often the overseer took over."""
         return sum(now and not before for before, now in zip([False, *self.by_person], self.by_person, strict=False))
+
+    def counts(self) -> dict[str, Any]:
+        """Entries that `InterventionRecord` and `round_metrics` have of an attempt."""
+        done = {"steps": len(self), "person_steps": sum(self.by_person), "starts": self.starts}
+        return {"episode_index": None if self.failed else 0, **done, "success": self.success}
 
 
 def intervention_rewards(by_person: NDArray[np.bool_]) -> NDArray[np.float32]:
@@ -68,6 +77,9 @@ def intervention_rewards(by_person: NDArray[np.bool_]) -> NDArray[np.float32]:
 class _Plans:
     """The policy's chunks of actions, row by row; a row plans again when its chunk is used up or was interrupted."""
 
+    greedy = True
+    """Whether the policy takes its most likely actions."""
+
     def __init__(
         self, policy: ActionPolicy, episodes: Sequence[EpisodeSpec], settings: ActingSettings, seeds: Sequence[int]
     ) -> None:
@@ -84,7 +96,7 @@ class _Plans:
             inputs = inputs_of(observation.of(new), self._episodes, self._policy.device)
             draws = RowGenerators([self._generators[row] for row in new])
             with torch.no_grad():
-                choice = self._policy.act(inputs, draws, temperature=self._settings.temperature, greedy=True)
+                choice = self._policy.act(inputs, draws, temperature=self._settings.temperature, greedy=self.greedy)
             actions = sim_actions(choice.actions.float().cpu().numpy(), self._scale).clip(-1, 1)
             for row, chunk in zip(new, actions, strict=True):
                 self._left[row] = list(chunk[: self._settings.n_action_steps or None])
@@ -108,10 +120,11 @@ def run_watched(
     show: Callable[[RobotObservation, str], None] | None = None,
     note: Callable[[Verdict], None] | None = None,
     recalled: Sequence[Verdict] = (),
+    greedy: bool = True,
 ) -> list[WatchedEpisode]:
     """Run R episodes to their ends under an overseer, whose action replaces the policy's where it acts.
 
-    The policy takes its most likely actions. It observes again when a chunk of it is used up, and after each control
+    The policy observes again when a chunk of it is used up, and after each control
     step of the overseer.
 
     Args:
@@ -126,6 +139,7 @@ def run_watched(
         note: called with each control step before it is executed.
         recalled: the first control steps, as `note` was called with. They are executed again, whatever policy and
             overseer would do now.
+        greedy: whether the policy takes its most likely actions; otherwise it draws them.
 
     Returns:
         The episodes. One whose environment failed is marked; its control steps so far are kept.
@@ -136,6 +150,7 @@ def run_watched(
         seen[row].failed, seen[row].reason = True, result.reasons.get(row, "")
     overseer.begin(sim, episodes, seeds)
     plans, journal = _Plans(policy, episodes, settings, seeds), iter(recalled)
+    plans.greedy = greedy
     while len(sim.live):
         observation = result.observation.of(sim.live.copy())
         full_state = sim.full_state() if hasattr(sim, "full_state") else None
@@ -183,6 +198,8 @@ def _keep(
         one.rewards.append(float(result.rewards[place, 0]))
         one.success |= bool(result.success[place])
         one.terminated |= bool(result.terminated[place])
+        one.last_state = result.observation.state[place]
+        one.last_full = None if result.full_state is None else result.full_state[place]
 
 
 def _status(one: WatchedEpisode) -> str:

@@ -33,8 +33,8 @@ from robotics.episodes.episode_evaluation import RobotEvaluationConfig
 from robotics.methods.robot_recipe import RobotDomain, RobotParts
 from robotics.policies.base.action_policy import ActionPolicy, PolicyInputs
 from robotics.policies.base.action_tokens import RowGenerators
+from robotics.rewards.judged_sim import open_run_sim
 from robotics.sim.episodes import RobotSim, views_of
-from robotics.sim.opening import open_sim
 
 
 def _trainer() -> BaseTrainerConfig:
@@ -91,7 +91,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         super().__init__(config)
         # before the simulator is opened, which may start processes
         read = load_demonstrations(config.demonstrations)
-        sim = open_sim(config.sim) if sim is None else sim
+        sim = open_run_sim(config.sim, config.success) if sim is None else sim
         try:  # before a policy is loaded
             self.demonstrations: Demonstrations = read.fitted(config.demonstrations, sim, config.model.accept_other)
         except UserError:

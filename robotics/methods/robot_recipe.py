@@ -41,7 +41,14 @@ from mmrl.training.processes import SimCounts, Streams
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Recipe, Step, opening
 from mmrl.training.settings import RunConfig, TrainerConfig
 from robotics.episodes.collect import ActingSettings, Episodes, run_episodes, swap_layouts
-from robotics.episodes.episode_evaluation import PROTOCOLS, ReplayVideos, RobotEvaluationConfig, RobotMeasure
+from robotics.episodes.episode_evaluation import (
+    JUDGED,
+    PROTOCOLS,
+    ReplayVideos,
+    RobotEvaluationConfig,
+    RobotMeasure,
+    judged_counts,
+)
 from robotics.episodes.payload import (
     EpisodePayload,
     EpisodeSetConfig,
@@ -61,9 +68,10 @@ from robotics.policies.policy_loading import (
     check_interface,
     load_action_policy,
 )
+from robotics.rewards.judged_sim import SuccessConfig, open_run_sim
 from robotics.sim.episodes import EpisodeSpec, RobotSim
 from robotics.sim.interface import interface_of, seen_part
-from robotics.sim.opening import SimConfig, open_sim
+from robotics.sim.opening import SimConfig
 
 
 class OldPolicy(LossTerm):
@@ -113,6 +121,8 @@ class RobotParts:
     """The policy."""
     sim: SimConfig = field(default_factory=SimConfig)
     """The simulator of the episodes."""
+    success: SuccessConfig = rare(field(default_factory=SuccessConfig))
+    """Who decides that an episode has succeeded."""
     eval_data: dict[str, EpisodeSetConfig] = field(default_factory=dict)
     """Initial states for evaluation by name; the first split gives the headline metrics."""
     acting: ActingSettings = field(default_factory=ActingSettings)
@@ -187,7 +197,7 @@ class RobotDomain:
         Raises:
             UserError: one of them cannot be used, or they do not fit together.
         """
-        self.sim: RobotSim = open_sim(config.sim) if sim is None else sim
+        self.sim: RobotSim = self.wrapped(open_run_sim(config.sim, config.success) if sim is None else sim)
         with opening(self.opened) as opened:
             opened.callback(self.sim.close)
             self._fit(config, policy)
@@ -203,6 +213,10 @@ class RobotDomain:
         self.code = {name: source_digest(spec) for name, spec in _users_parts(config).items()}
         options = {"sim": {"options": config.sim.options}, "model": {"options": getattr(config.model, "options", {})}}
         self.code |= named_digests(options)
+
+    def wrapped(self, sim: RobotSim) -> RobotSim:
+        """The simulator as the recipe needs it."""
+        return sim
 
     def _fit(self, config: Any, policy: ActionPolicy | None) -> None:
         """List the initial states, and load a policy that fits the simulator."""
@@ -257,6 +271,8 @@ class RobotDomain:
             runs = seen.get(f"episodes/{name}", 0) or math.nan
             found[f"episode/success/{metric_label(name)}"] = seen.get(f"success/{name}", 0) / runs
         self.broken["episodes"] += int(seen.get("failed", 0))
+        if compared := seen.get("compared", 0):
+            found |= {f"judged/{name}": seen[name] / compared for name in JUDGED}
         return found | {"sim/episodes_failed": float(self.broken["episodes"])} | self.sim_counts.metrics()
 
     @classmethod
@@ -302,6 +318,9 @@ class RobotDomain:
     def _note(self, payload: EpisodePayload) -> None:
         # one transfer to the host for all three
         columns = [column.tolist() for column in to_host([payload.failed, payload.success, payload.lengths])]
+        true = payload.success if payload.true_success is None else payload.true_success
+        compared = judged_counts(payload.success[~payload.failed].tolist(), true[~payload.failed].tolist())
+        self._seen.update(compared if payload.true_success is not None else {})
         # rows of a group are consecutive, so row // size is its initial state
         size = len(columns[0]) // len(payload.episodes)
         for row, (failed, success, steps) in enumerate(zip(*columns, strict=True)):

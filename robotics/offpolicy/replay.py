@@ -13,6 +13,7 @@ of one control step that is an ordinary dataset. Beyond the usual columns it has
     next.terminated               True in the last frame if the task ended the episode, and not a time limit
     task.number                   number of the task
     action.noise                  what the policy chose, if it chooses the noise of a frozen one
+    intervention                  whether an overseer chose the action, if one watches
 
 and, for a critic that reads more than the policy, `observation.environment_state` and the one after the chunk. All of
 it is float32 as the simulator gave it, so that statistics, discount and reward may change without collecting again.
@@ -42,7 +43,7 @@ from robotics.offpolicy.transitions import Experience, TransitionFile, Transitio
 
 NEXT = "next."
 STEPS, REWARDS, TERMINATED, TASK = "action.steps", "next.reward", "next.terminated", "task.number"
-NOISE = "action.noise"
+NOISE, INTERVENTION = "action.noise", "intervention"
 INDEX_FILE = "index.bin"
 DATASET = "dataset"
 
@@ -59,6 +60,7 @@ def replay_features(form: TransitionForm, state_names: Sequence[str] | None = No
     features |= {NEXT + STATE: part(form.state), REWARDS: part(form.chunk), STEPS: part(1, dtype="int32")}
     features |= {TERMINATED: part(1, dtype="bool"), TASK: part(1, dtype="int32")}
     features |= {NOISE: part(*form.noise)} if form.noise else {}
+    features |= {INTERVENTION: part(1, dtype="bool")} if form.watched else {}
     # a simulator without a full state has no such columns
     return features | ({FULL_STATE: part(form.full), NEXT + FULL_STATE: part(form.full)} if form.full else {})
 
@@ -160,6 +162,7 @@ class Replay:
         }
         columns |= {FULL_STATE: records["full"], NEXT + FULL_STATE: records["next_full"]} if self.form.full else {}
         columns |= {} if episode.noise is None else {NOISE: episode.noise}
+        columns |= {} if episode.by_overseer is None else {INTERVENTION: episode.by_overseer}
         actions = episode.actions[:, 0] if self.form.chunk == 1 else episode.actions
         task = episode.instruction
         self._writer.add_episode(records["state"], actions, None, task, episode.success, extra=columns)
@@ -207,6 +210,11 @@ def read_records(dataset: Path, form: TransitionForm) -> NDArray[np.void]:
         records["steps"] = columns[STEPS].ravel()
         records["task"], records["terminated"] = columns[TASK].ravel(), columns[TERMINATED].ravel()
         records["success"] = columns[SUCCESS].ravel()
+        if form.watched:
+            # as in `Experience.records`
+            records["by_overseer"] = columns[INTERVENTION].ravel()
+            if form.demonstrated:
+                records["demonstrated"] = records["actions"]
         if len(records) and not ((records["steps"] >= 1) & (records["steps"] <= form.chunk)).all():
             raise UserError(f"{dataset} has chunks with {STEPS} outside of 1 to {form.chunk}")
         last = records["rewards"][np.arange(len(records)), records["steps"] - 1]

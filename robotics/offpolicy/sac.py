@@ -56,6 +56,7 @@ from robotics.episodes.collect import Episodes, run_episodes
 from robotics.episodes.episode_evaluation import RobotEvaluationConfig
 from robotics.episodes.payload import EpisodePayload, EpisodeSetConfig
 from robotics.methods.ppo import ChunkRewardConfig, ChunkWeights
+from robotics.methods.progress_sim import PotentialConfig, ProgressSim
 from robotics.methods.robot_recipe import RobotParts, RobotRecipe, check_usable, pack_episodes
 from robotics.offpolicy.prior import PriorConfig, prior_records
 from robotics.offpolicy.q_ensemble import QEnsemble
@@ -95,6 +96,8 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
     """Initial states for training."""
     reward: ChunkRewardConfig = field(default_factory=ChunkRewardConfig)
     """Reward of a control step."""
+    potential: PotentialConfig = rare(field(default_factory=PotentialConfig))
+    """What `reward.potential` weights instead of the environment's own rewards."""
     sac: SacSettings = field(default_factory=SacSettings)
     """The method."""
     batch: int = bounded(256, at_least=1)
@@ -142,6 +145,8 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
             raise ValueError(
                 f"sim.image_size is {self.sim.image_size}, but {self.recipe} learns from states; set sim.image_size=0"
             )
+        if self.potential.demonstrations and not self.reward.potential:
+            raise ValueError("potential.demonstrations is set, but reward.potential is not; give it a weight")
         if self.sac.demo_bc and not self.prior.path:
             raise ValueError(f"sac.demo_bc is {self.sac.demo_bc:g}, but there are no demonstrations; set prior.path")
 
@@ -289,6 +294,8 @@ class RobotSacRecipe(RobotRecipe):
     own_loss = "sac"
     compared: Sequence[str] = ()
     updates = SacUpdater
+    watched = False
+    """Whether the replay says which actions were an overseer's."""
     replay: Replay
 
     def __init__(self, config: Any, policy: ActionPolicy | None = None, sim: RobotSim | None = None) -> None:
@@ -313,12 +320,17 @@ class RobotSacRecipe(RobotRecipe):
         full = getattr(self.sim, "full_state_size", 0) if config.critic_state == "full" else 0
         seen = self.policy.config.encoder.state_size or self.sim.state_size
         sizes = (seen, full, self.policy.chunk, self.policy.action_size)
-        self.form = TransitionForm(*sizes, self.policy.noise_chosen, demonstrated=config.sac.demo_bc > 0)
+        self.form = TransitionForm(*sizes, self.policy.noise_chosen, self.watched, config.sac.demo_bc > 0)
         self._prior = prior_records(config.prior, self.form, self.sim) if config.prior.path else None
         # now, because a run takes the records away
         self._prior_digest = [] if self._prior is None else [content_digest([self._prior])]
         uniform = UniformPolicy(self.policy.chunk, self.policy.action_size)
         self._first = {"random": uniform, "base": improved and BaseActs(improved)}.get(config.warmup)
+
+    def wrapped(self, sim: RobotSim) -> RobotSim:
+        """The simulator, with the configured potential as its rewards."""
+        potential = self.config.potential
+        return ProgressSim.over(sim, potential) if potential.demonstrations else sim
 
     def make_objective(self) -> Objective:
         """None of its blocks is used: the loss is that of `SacUpdater`."""

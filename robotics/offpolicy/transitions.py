@@ -36,6 +36,8 @@ class TransitionForm:
     """A."""
     noise: tuple[int, int] | None = None
     """Shape of the noise that critics judge instead of the actions, for a policy that chooses it; None without."""
+    watched: bool = False
+    """Whether records say who chose the actions, for episodes that an overseer watches."""
     demonstrated: bool = False
     """Whether records of demonstrations also have the actions to imitate, which may differ from the executed ones."""
 
@@ -54,7 +56,10 @@ class TransitionForm:
         chunk += [("demonstrated", np.float32, (self.chunk, self.action))] if self.demonstrated else []
         # the reward before the chunk, for rewards that are differences of a potential
         numbers = [("before", np.float32), ("steps", np.int32), ("task", np.int32)]
-        return np.dtype([*seen, *chunk, *following, *numbers, ("terminated", np.bool_), ("success", np.bool_)])
+        watched = [("by_overseer", np.dtype(np.bool_))] if self.watched else []
+        return np.dtype(
+            [*seen, *chunk, *following, *numbers, *watched, ("terminated", np.bool_), ("success", np.bool_)]
+        )
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,8 @@ class Experience:
     """Whether the task was solved, at the last executed step."""
     noise: NDArray[np.float32] | None = None
     """(n, ...) of `TransitionForm.noise`; None without."""
+    by_overseer: NDArray[np.bool_] | None = None
+    """(n,) whether an overseer chose the actions; None if nobody watched."""
 
     def records(self, form: TransitionForm) -> NDArray[np.void]:
         """(n,) records; raises ValueError where a part has another size."""
@@ -90,6 +97,11 @@ class Experience:
         found["full"], found["next_full"] = self.full[:-1], self.full[1:]
         found["actions"] = self.actions if self.noise is None else self.noise
         found["rewards"], found["steps"] = self.rewards, self.steps
+        if form.watched:
+            found["by_overseer"] = self.by_overseer
+            if form.demonstrated:
+                # the overseer's own are imitated
+                found["demonstrated"] = self.actions
         last = self.rewards[np.arange(count), self.steps - 1]
         # nobody knows the reward before the first step; 0 would pay for being where episodes begin
         found["before"][:1], found["before"][1:] = self.rewards[:1, 0], last[:-1]

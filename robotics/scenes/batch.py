@@ -61,6 +61,8 @@ class BatchSettings:
     """sparse: 1 at the step that solves the task; dense: 0..1."""
     horizon: int | None = bounded(None, at_least=1)
     """Control steps after which an episode is truncated; None = each task's own horizon."""
+    end_at_success: bool = True
+    """Whether success ends an episode; otherwise it runs to the horizon."""
     control: ControlSettings = field(default_factory=ControlSettings)
     """Step sizes and workspace."""
     randomization: RandomizationConfig = field(default_factory=RandomizationConfig)
@@ -249,7 +251,7 @@ class TabletopBatch:
             wanted = {int(np.searchsorted(group.rows, row)) for row in record if row in rows}
             chunk = group.rollout.step_chunk(plan.controls[at], wanted)
             output.rewards[at], output.steps[at] = chunk.rewards, chunk.steps
-            output.success[at] = output.terminated[at] = chunk.dones.any(axis=1)
+            output.success[at], output.terminated[at] = chunk.solved, chunk.dones.any(axis=1)
             output.truncated[at], output.failed[at] = chunk.truncated, chunk.failed
             self._elapsed[rows] += chunk.steps
             # commands of the last step taken; a chunk may end early
@@ -287,6 +289,7 @@ class TabletopBatch:
             "look": self.settings.look == "policy",
             "randomization": not self.settings.randomization.active(),
             "views": not self.views,
+            "end_at_success": self.settings.end_at_success,
             "device": True,
             "physics": self._warp is None,
         }
@@ -367,6 +370,7 @@ class TabletopBatch:
                 backend=drawing,
                 video=video,
                 physics=physics,
+                ends=self.settings.end_at_success,
             )
         return _Group(scene, known, rows)
 
@@ -459,6 +463,8 @@ class TabletopBatch:
 def open_tabletop(config: SimConfig, height: int | None = None) -> TabletopBatch:
     """Start the simulator of a configuration; with a height in pixels, in the presentation look for videos."""
     size = (config.image_size, config.image_size) if config.image_size else None
+    if unknown := sorted(set(config.options) - {"end_at_success"}):
+        raise UserError(f"sim.options has {', '.join(unknown)}; allowed: end_at_success")
     settings = BatchSettings(
         image_size=video_size(height) if height else size,
         look="film" if height else "policy",
@@ -469,9 +475,8 @@ def open_tabletop(config: SimConfig, height: int | None = None) -> TabletopBatch
         horizon=config.horizon or None,
         randomization=config.randomization,
         physics="mujoco" if height else config.physics,
+        end_at_success=bool(config.options.get("end_at_success", True)),
     )
-    if config.options:
-        raise UserError(f"sim.options has {', '.join(sorted(config.options))}; allowed: nothing")
     return TabletopBatch(config.tasks or ["reach"], config.arm, settings, workers=config.workers or None)
 
 

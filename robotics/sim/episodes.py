@@ -99,6 +99,8 @@ class ChunkResult:
     """(L, F) full state at the end of the chunk or of the episode; None if the simulator does not report it."""
     drawn: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Draw of the domain randomisation by row, for episodes that begin."""
+    true_success: NDArray[np.bool_] | None = None
+    """(L,) the environment's own success, if `success` is the verdict of somebody else; None otherwise."""
 
     @classmethod
     def empty(

@@ -67,6 +67,7 @@ class Chunk:
     scenes: NDArray[np.int64]  # (L,) number of the scene in each row, ascending
     rewards: NDArray[np.float64]  # (L, K); 0 after the end, NaN throughout where the scene failed
     dones: NDArray[np.bool_]  # (L, K); True at the control step that ended the episode
+    solved: NDArray[np.bool_]  # (L,) whether the task reported an end, also if episodes go on after it
     steps: NDArray[np.int64]  # (L,) control steps that count; 0 where the scene failed
     truncated: NDArray[np.bool_]  # (L,) whether the horizon was reached without the task's end
     failed: NDArray[np.bool_]  # (L,) whether MuJoCo warned, which is no failure of the policy

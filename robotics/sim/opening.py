@@ -52,9 +52,9 @@ class SimConfig:
     """gymnasium: id of a registered environment (prefixed with `module:` for the module that registers it), or
     module:function or file.py:function that returns an environment."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Other options of the simulator, such as suite, held_out_states and shadows. gymnasium: arguments of the
-    environment, with the adapter's arguments under `adapter`. Settings of the processes, such as time limits, are under
-    `settings`."""
+    """Other options of the simulator, such as suite, held_out_states and shadows. tabletop: end_at_success. gymnasium:
+    arguments of the environment, with the adapter's arguments under `adapter`. Settings of the processes, such as time
+    limits, are under `settings`."""
     randomization: RandomizationConfig = rare(field(default_factory=RandomizationConfig))
     """Domain randomisation: for tabletop, and for gymnasium if the environment takes an argument `randomization`, as
     the tabletop's environments do (robotics.scenes.registration:mmrl/Push-v0)."""

@@ -82,6 +82,7 @@ class ImageRollout:
         backend: name of a probed renderer; None probes and picks one.
         video: makes the renderer, called in the thread that draws; default `FrameRenderer`.
         physics: steps all scenes of a call together; None steps them with MuJoCo in the worker threads.
+        ends: whether the end that the task reports ends the episode; otherwise it runs to the horizon.
 
     Raises:
         UserError: a number is out of range, or there is no renderer.
@@ -100,6 +101,7 @@ class ImageRollout:
         backend: str | None = None,
         video: Callable[[], DrawsVideo] | None = None,
         physics: WarpPhysics | None = None,
+        ends: bool = True,
     ) -> None:
         # more threads than scenes would only wait
         count = workers if workers is not None else min(usable_cores(), scenes)
@@ -125,6 +127,7 @@ class ImageRollout:
         self._past = 0
         self._elapsed = np.zeros(scenes, np.int64)
         self._physics = physics
+        self._ends = ends
         self._workers = [SceneWorker(model, settings, name, video) for _ in range(count)]
         self._close = weakref.finalize(self, _close_workers, self._workers)
         # The interpreter ends the threads first, and they alone could free their contexts.
@@ -212,6 +215,7 @@ class ImageRollout:
             scenes=scenes,
             rewards=np.zeros((len(scenes), length)),
             dones=np.zeros((len(scenes), length), bool),
+            solved=np.zeros(len(scenes), bool),
             steps=np.zeros(len(scenes), np.int64),
             truncated=np.zeros(len(scenes), bool),
             failed=np.zeros(len(scenes), bool),
@@ -319,7 +323,8 @@ class ImageRollout:
         # computed for the states as they are; `mj_step` would leave those of one physics step before
         sensors = worker.physics.sensors(model, data, states[:sound])
         qpos, qvel = worker.physics.split(states[:sound])
-        rewards, ends = self._score(SceneSteps(controls[:sound], qpos, qvel, sensors))
+        rewards, solved = self._score(SceneSteps(controls[:sound], qpos, qvel, sensors))
+        ends = solved & self._ends
         # Failures after the end of the episode, in steps that only fill up the chunk, do not count.
         if sound < len(controls) and not ends.any():
             output.failed[row], output.rewards[row] = True, np.nan
@@ -329,10 +334,11 @@ class ImageRollout:
         last = int(ends.argmax()) if ends.any() else len(controls) - 1
         output.rewards[row, : last + 1] = rewards[: last + 1]
         output.dones[row, last] = ends[last]
+        output.solved[row] = solved[: last + 1].any()
         output.steps[row] = last + 1
         late = self.horizon is not None and self._elapsed[scene] + last + 1 >= self.horizon
         if record and worker.renderer is not None:
-            outcome: Outcome = "success" if ends[last] else "failure" if late else ""
+            outcome: Outcome = "success" if solved[last] else "failure" if late else ""
             output.recorded[scene] = worker.draw_all(model, data, states[: last + 1], outcome)
         # the physics ran past the end, or (batched) left the data at its start
         if last + 1 < len(controls) or self._physics is not None:

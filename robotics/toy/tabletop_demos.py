@@ -22,7 +22,7 @@ from robotics.episodes.recording import (
     demonstration_features,
     record_episodes,
 )
-from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.episodes import EpisodeSpec, RobotObservation
 from robotics.sim.randomization import read_randomization
 
 if TYPE_CHECKING:
@@ -127,7 +127,8 @@ def run_experts(
     experts = {task: Expert(task) for task in {episode.task for episode in episodes}}
     rng = np.random.default_rng(seed)
 
-    def act(rows: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    def act(seen: RobotObservation) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        rows = seen.rows
         actions = np.stack(
             [experts[episodes[row].task].act(state) for row, state in zip(rows.tolist(), sim.full_state(), strict=True)]
         )

@@ -353,6 +353,16 @@ def _robotics(name: str, folder: Path) -> Any:
         return dagger(
             folder / "run", demonstrate_line(folder), trainer=small, eval_data={}, checkpoint=CheckpointConfig(every=1)
         )
+    if name == "robot_rlif":
+        from tests.robotics.offpolicy.line_sac import rlif_config
+
+        config = rlif_config(folder / "run", demonstrate_line(folder), checkpoint=CheckpointConfig(every=1))
+        config.trainer.steps = 2
+        return config
+    if name == "robot_success":
+        from tests.robotics.rewards.lit import lit_config
+
+        return lit_config(folder / "run", folder / "episodes", checkpoint=CheckpointConfig(every=1))
     if find_recipe(name).supervised:
         return kind(**(settings | _cloning(folder)))
     config = kind(**settings, data=EpisodeSetConfig(tasks=["right"], layouts=20))
@@ -441,7 +451,7 @@ DOMAINS = {
     "robotics": Domain("robot_grpo", "robotics.methods.robot_recipe", _robotics),
 }
 
-ONE_PROCESS = ("robot_sac", "robot_rlpd", "robot_residual", "robot_dsrl")
+ONE_PROCESS = ("robot_sac", "robot_rlpd", "robot_rlif", "robot_residual", "robot_dsrl")
 """Recipes that refuse more than one process; `tests/robotics/offpolicy/test_sac_recipe.py` has the refusal."""
 OFFPOLICY = Domain("robot_grpo", "robotics.offpolicy.sac", _offpolicy)
 """Its updates come from a replay, without an objective; simulator, policy and evaluation are those of robot_grpo."""
@@ -453,4 +463,6 @@ GUI = Domain("aepo", "mmrl.gui.grounding.aepo", _gui)
 """Its recipes are those of the vlm room with other questions, so the objectives are tried there alone."""
 PEOPLE = Domain("robot_hg_dagger", "robotics.interventions.hg_dagger", _robotics)
 """It learns from a person's corrections, without an objective."""
-OTHERS = (GUI, FLOW3D, TSPO, PEOPLE, OFFPOLICY)
+JUDGES = Domain("robot_success", "robotics.rewards.success_recipe", _robotics)
+"""It learns from labelled frames, without a simulator."""
+OTHERS = (GUI, FLOW3D, TSPO, PEOPLE, OFFPOLICY, JUDGES)

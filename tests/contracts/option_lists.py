@@ -56,6 +56,14 @@ IDLE = {
     "BaseTrainerConfig.gathered": "needs several processes; see test_sharding",
     "BaseTrainerConfig.mixed_precision": "given to the accelerator, and the walk's is made apart",
     "TrainerConfig.skip_steps_without_gradient": "needs a step without a gradient",
+    **dict.fromkeys(
+        ("PotentialConfig.demonstrations", "PotentialConfig.camera"),
+        "needs demonstrations; tests/robotics/test_progress_sim.py",
+    ),
+    **dict.fromkeys(
+        ("SuccessConfig.classifier", "SuccessConfig.threshold", "SuccessConfig.looks"),
+        "needs a trained classifier; tests/robotics/rewards/test_judged_sim.py",
+    ),
     "BuiltPath.build": "for files that are not there yet",
     "BuiltPath.build_options": "for files that are not there yet",
     "FrozenModelConfig.thinking": "the chat template of the tiny model has no switch",
@@ -327,6 +335,23 @@ OWN: dict[str, dict[str, str]] = {
     "robot_rlpd": {
         **OFFPOLICY,
         **dict.fromkeys(("sim.", "eval_data.", "acting."), "robot_sac has the same options"),
+    },
+    "robot_rlif": {
+        **OFFPOLICY,
+        **dict.fromkeys(("sim.", "acting.", "data.", "eval_data.", "evaluation."), "robot_sac has the same options"),
+        "overseer.threshold": "the overseer of the walk acts at random",
+        "model.options.cloning": "for sac.demo_bc; robot_rlpd has the same option",
+        "overseer.axes": "of a person's device",
+        "overseer.speed": "of a person's device",
+    },
+    "robot_success": {
+        "data.label": "the label of the walk is that of its last frames",
+        "data.camera": "the walk has one camera",
+        "model.encoder.words": "a limit",
+        **dict.fromkeys(
+            ("model.looks", "data.positive_frames", "eval_data.<name>.positive_frames"),
+            "after two steps it is sure of nothing; tests/robotics/rewards/test_success.py",
+        ),
     },
     **dict.fromkeys(
         ("robot_residual", "robot_dsrl"),

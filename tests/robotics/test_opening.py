@@ -62,7 +62,7 @@ def test_tabletop_renders_the_requested_camera_and_size(backend, closing):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"options": {"friction": 1}}, "sim.options has friction; allowed: nothing"),
+        ({"options": {"friction": 1}}, "sim.options has friction; allowed: end_at_success"),
         ({"tasks": ["fly"]}, "fly"),
         ({"arm": "octopus"}, "octopus"),
         ({"state": "all"}, "state is 'all'; allowed: full, proprio"),

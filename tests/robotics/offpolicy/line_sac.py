@@ -8,7 +8,10 @@ from mmrl.training.processes import make_accelerator, seed_everything
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig
 from mmrl.training.trainer import Trainer
 from robotics.episodes.payload import EpisodeSetConfig
+from robotics.interventions.overseers import OverseerConfig
+from robotics.interventions.rlif import RobotRlifConfig, RobotRlifRecipe
 from robotics.offpolicy.improve import RobotDsrlConfig, RobotResidualConfig
+from robotics.offpolicy.prior import PriorConfig
 from robotics.offpolicy.rlpd import RobotRlpdConfig
 from robotics.offpolicy.sac import RobotSacConfig, RobotSacRecipe
 from robotics.offpolicy.sac_learner import QSettings, SacSettings
@@ -18,6 +21,7 @@ from robotics.policies.flow import FlowActionPolicy, FlowPolicyConfig
 from robotics.policies.gaussian import GaussianActionPolicy, GaussianPolicyConfig
 from robotics.policies.policy_loading import ActionPolicyConfig
 from robotics.sim.opening import SimConfig
+from tests.robotics.interventions.scripted import LINE
 
 FORM = TransitionForm(state=3, full=4, chunk=2, action=2)
 TINY = {"width": 32, "layers": 1}
@@ -57,8 +61,9 @@ def sac_config(folder, kind=RobotSacConfig, **changes):
         "checkpoint": CheckpointConfig(keep=0),
         "tracking": TrackingConfig(quiet=True, tensorboard=False),
     }
+    potential = changes.pop("potential", 1.0)
     config = kind(**(settings | changes))
-    config.reward.potential = 1.0
+    config.reward.potential = potential
     config.validate()
     return config
 
@@ -96,10 +101,24 @@ def rlpd_config(folder, kind=RobotRlpdConfig, **changes):
     return sac_config(folder, kind, **(settings | changes))
 
 
+def rlif_config(folder, prior, **changes):
+    """A tiny run of robot_rlif on the line, whose overseer acts half of the time."""
+    settings = {
+        "recipe": "robot_rlif",
+        "sim": SimConfig(kind=LINE, image_size=0),
+        "prior": PriorConfig(path=str(prior)),
+        "overseer": OverseerConfig(kind="random", rate=0.5, flip=0.0, duration=2),
+        "warmup_steps": 8,
+        "potential": None,
+    }
+    return rlpd_config(folder, RobotRlifConfig, **(settings | changes))
+
+
 def trainer_of(config, folder, steps=4):
     config.trainer.steps = steps
     seed_everything(config.seed)
-    return Trainer(RobotSacRecipe(config), config, folder, make_accelerator(), None)
+    recipe = RobotRlifRecipe if isinstance(config, RobotRlifConfig) else RobotSacRecipe
+    return Trainer(recipe(config), config, folder, make_accelerator(), None)
 
 
 def weights_of(trainer):

@@ -1,0 +1,169 @@
+"""A simulator, or a robot's environment, whose success is the verdict of a classifier.
+
+The classifier looks when the policy does, after each chunk of actions. An episode ends with success when `looks`
+consecutive probabilities exceed the threshold. The environment's own success pays and ends nothing: it is only reported
+as `ChunkResult.true_success`. If the environment ends an episode with it, the episode counts as cut off.
+
+A policy that reads states alone does not get the images that the classifier looks at.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from accelerate import PartialState
+
+from mmrl.errors import UserError
+from mmrl.fields import SET, bounded, only_with, rare
+from mmrl.runs.fingerprint import weights_digest
+from robotics.rewards.success_classifier import SuccessClassifier
+from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotSim, begin_episodes
+from robotics.sim.interface import interface_of
+from robotics.sim.opening import SUITES, WITHOUT_CAMERAS, SimConfig, open_sim
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+LOGGER = logging.getLogger("mmrl")
+BY_ROW = ("rewards", "steps", "success", "terminated", "truncated", "failed", "object_poses", "full_state")
+
+
+@dataclass
+class SuccessConfig:
+    """Who decides that an episode has succeeded."""
+
+    classifier: str = rare("")
+    """Folder of a success classifier or of a run of robot_success: success is what it sees in the images. The
+    simulator's own success, if it has one, is only compared with it. Empty = the simulator decides."""
+    threshold: float | None = only_with(bounded(None, above=0, below=1), classifier=SET)
+    """Probability that a look has to exceed; null = that of the classifier."""
+    looks: int | None = only_with(bounded(None, at_least=1), classifier=SET)
+    """Number of consecutive looks that have to exceed it; null = that of the classifier."""
+
+
+def past_success(config: SimConfig) -> SimConfig:
+    """The simulator with episodes that go on after its own success, if it has an option for that."""
+    options = dict(config.options)
+    if config.kind == "tabletop":
+        options["end_at_success"] = False
+    elif config.kind in (*SUITES, "gymnasium"):
+        options["settings"] = {**options.get("settings", {}), "end_at_success": False}
+    return replace(config, options=options)
+
+
+def open_run_sim(config: SimConfig, success: SuccessConfig) -> RobotSim:
+    """Start the simulator of a run, with its classifier if it has one; raises UserError if they do not fit."""
+    if not success.classifier:
+        return open_sim(config)
+    judge = SuccessClassifier.from_pretrained(success.classifier)
+    given: dict[str, Any] = {"threshold": success.threshold, "looks": success.looks}
+    judge.config = replace(judge.config, **{name: value for name, value in given.items() if value is not None})
+    shown = config
+    if not config.image_size:
+        camera = "" if config.kind in WITHOUT_CAMERAS else judge.camera
+        shown = replace(config, image_size=(judge.config.encoder.image_size or (0,))[0], camera=camera)
+    # an empty key says that the environment has no success of its own
+    silent = config.kind == "gymnasium" and config.options.get("adapter", {}).get("success_key") == ""
+    sim = open_sim(past_success(shown))
+    try:
+        judged: Any = JudgedSim(sim, judge.to(PartialState().device), hidden=not config.image_size, compares=not silent)
+    except UserError:
+        sim.close()
+        raise
+    opened: RobotSim = judged
+    return opened
+
+
+class JudgedSim:
+    """A `RobotSim` whose successes are those of a classifier; everything else is that of the simulator.
+
+    Args:
+        sim: the simulator, with images; its episodes should go on after its own success.
+        judge: the classifier.
+        hidden: whether to observe without images.
+        compares: whether to report the simulator's own success.
+
+    Raises:
+        UserError: the simulator lacks the classifier's camera, image size or instructions.
+    """
+
+    def __init__(self, sim: RobotSim, judge: SuccessClassifier, *, hidden: bool = False, compares: bool = True) -> None:
+        wanted, cameras = judge.config.encoder.image_size or (0, 0), interface_of(sim).cameras or ("",)
+        if sim.image_size is None or tuple(sim.image_size) != tuple(wanted):
+            raise UserError(
+                f"success.classifier looks at images of {wanted} pixels, but those of the simulator are "
+                f"{sim.image_size}; set sim.image_size={wanted[0]}, or 0 if the policy reads states alone"
+            )
+        # cameras without a name cannot be compared
+        known = not judge.camera or cameras[0] in ("", judge.camera)
+        if not known and judge.camera not in cameras:
+            raise UserError(
+                f"success.classifier looks at the camera '{judge.camera}', but the simulator has {', '.join(cameras)}; "
+                "set sim.camera, or add it to sim.views"
+            )
+        judge.check_instructions(sim.tasks().values())
+        self._sim, self._judge, self._hidden, self._compares = sim, judge, hidden, compares
+        self._view = None if known else cameras.index(judge.camera) - 1
+        self._weights = weights_digest(judge)[:16]
+        self.image_size = None if hidden else sim.image_size
+        self.live: NDArray[np.int64] = np.zeros(0, np.int64)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._sim, name)
+        if name in ("full_state", "expert_actions"):
+            return lambda: found()[np.isin(self._sim.live, self.live)]
+        return found
+
+    def describe(self) -> Mapping[str, Any]:
+        """What the simulator says, and who decides about success."""
+        own = self._judge.config
+        judge = {"classifier": self._weights, "threshold": own.threshold, "looks": own.looks}
+        return {**self._sim.describe(), "success": judge}
+
+    def reset(self, episodes: Sequence[EpisodeSpec], past: int = 0) -> ChunkResult:
+        """Begin episodes, see `RobotSim.reset`."""
+        result = begin_episodes(self._sim, episodes, past)
+        self._texts, self.live = [episode.instruction for episode in episodes], self._sim.live.copy()
+        self._streaks = np.zeros(len(episodes), np.int64)
+        true = np.zeros(len(episodes), bool) if self._compares else None
+        return self._given(replace(result, true_success=true), result.rows)
+
+    def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
+        """Step the live rows, and look at their images; see `RobotSim.step_chunk`."""
+        moves, live = np.asarray(actions, np.float32), self.live
+        # rows that were judged solved rest until all have ended
+        given = np.zeros((len(self._sim.live), *moves.shape[1:]), np.float32)
+        given[np.isin(self._sim.live, live)] = moves
+        result = self._sim.step_chunk(given, record)
+        mine, parts = np.isin(result.rows, live), {name: getattr(result, name) for name in BY_ROW}
+        kept: dict[str, Any] = {name: part if part is None else part[mine] for name, part in parts.items()}
+        result = replace(result, **kept)
+        own, solved = result.success, self._look(result, live)
+        # an end by its own success would tell what only the classifier may
+        terminated = solved | (result.terminated & ~own)
+        truncated = ~terminated & (result.truncated | (result.terminated & own))
+        self.live = live[~(terminated | truncated | result.failed)]
+        found = replace(result, success=solved, terminated=terminated, truncated=truncated)
+        return self._given(replace(found, true_success=own if self._compares else None), live)
+
+    def _look(self, result: ChunkResult, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """(L,) whether the rows are solved, as the classifier sees them."""
+        seen = result.observation.of(rows)
+        images = seen.images if self._view is None or seen.views is None else seen.views[:, self._view]
+        chances = self._judge.probabilities(torch.from_numpy(images), [self._texts[row] for row in rows])
+        above = (np.array(chances) > self._judge.config.threshold) & ~result.failed
+        self._streaks[rows] = np.where(above, self._streaks[rows] + 1, 0)
+        solved: NDArray[np.bool_] = self._streaks[rows] >= self._judge.config.looks
+        return solved
+
+    def _given(self, result: ChunkResult, rows: NDArray[np.int64]) -> ChunkResult:
+        """The result with the observation of some rows, without images that the policy does not get."""
+        seen = result.observation.of(rows)
+        if self._hidden:
+            seen = replace(seen, images=None, views=None, past_images=None, past_views=None)
+        return replace(result, rows=rows, observation=seen)
