@@ -68,9 +68,9 @@ def play(
 ) -> None:
     """Show episodes of a task in a window, or write them to files."""
     from mmrl.config import fill
+    from robotics.scenes.mjcf_task import find_any_task
     from robotics.scenes.play import ACTORS, Actor, PlaySettings
     from robotics.scenes.play import play as run
-    from robotics.scenes.mjcf_task import find_any_task
 
     find_any_task(task)
     settings: PlaySettings = fill(PlaySettings, options, "mmrl sim play")

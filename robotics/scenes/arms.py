@@ -171,7 +171,11 @@ def find_arm(name: str) -> ArmModel:
         return ARMS[name]
     if ":" in name:
         return _own_arm(name)
-    raise UserError(f"unknown arm {name!r}; available: {', '.join(ARMS)}, or module:Class")
+    from robotics.scenes.package_arms import PACKAGE_ARMS
+
+    if name in PACKAGE_ARMS:
+        return PACKAGE_ARMS[name]
+    raise UserError(f"unknown arm {name!r}; available: {', '.join([*ARMS, *PACKAGE_ARMS])}, or module:Class")
 
 
 @cache

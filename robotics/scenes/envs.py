@@ -3,8 +3,8 @@
     env = TabletopEnv(task="pick_place", arm="ur5e", observation=("state", "rgb"))
     observation, info = env.reset(seed=0, options={"layout": 3, "split": "held_out"})
 
-An action of an arm is dx, dy, dz, dyaw and gripper in -1..1 (`control.CartesianController`). Equal layouts and actions give equal
-bits, here and in `TabletopBatch`.
+An action of an arm is dx, dy, dz, dyaw and gripper in -1..1 (`control.CartesianController`). Equal layouts and actions
+give equal bits, here and in `TabletopBatch`.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
     """One tabletop task with one arm, or one of your own.
 
     Observations are a dictionary with the chosen kinds: `state` (S,) float32, see `SceneSensors.state` (22 entries at
-    the table); `proprio` (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32 metres;
-    `segmentation` (H, W, 2) int32 object id and type, -1 for the background; and `views` (V, H, W, 3) uint8 of further
-    cameras. `info` has success, instruction, layout, split and dense_reward, and randomization, the episode's draw,
-    if something is randomised. Noise and delays affect observations only; the property `state`, videos, windows and
-    rewards are exact, and depth and segmentation have no noise.
+    the table); `proprio` (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32
+    metres; `segmentation` (H, W, 2) int32 object id and type, -1 for the background; and `views` (V, H, W, 3) uint8 of
+    further cameras. `info` has success, instruction, layout, split and dense_reward, and randomization, the episode's
+    draw, if something is randomised. Noise and delays affect observations only; the property `state`, videos, windows
+    and rewards are exact, and depth and segmentation have no noise.
 
     Args:
         task: key in `TASKS`, or module:Class of your own `MjcfTask`.

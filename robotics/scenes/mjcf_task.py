@@ -404,7 +404,7 @@ class ServoController:
 
 
 def home_controls(model: mujoco.MjModel) -> NDArray[np.float64]:
-    """(nu,) controls at the start: those of the keyframe `home`, else those that hold the pose, else the nearest to 0."""
+    """(nu,) controls at the start: those of the keyframe `home`, or those that hold the pose, else nearest to 0."""
     if _has_home(model):
         found = np.array(model.key("home").ctrl)
     else:

@@ -15,6 +15,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from robotics.scenes.arms import ARMS
 from robotics.scenes.envs import SHOWN_PARTS, TabletopEnv
+from robotics.scenes.package_arms import PACKAGE_ARMS
 from robotics.scenes.scene import SPLITS
 from robotics.scenes.videos import Caption, ImageStrip, VideoRenderer, video_size, write_caption, write_strips
 
@@ -33,7 +34,7 @@ HOLD_S = 1.0
 class PlaySettings:
     """Which episodes to show, and how."""
 
-    arm: str = choice("", ["", *ARMS], or_function=True)
+    arm: str = choice("", ["", *ARMS, *PACKAGE_ARMS], or_function=True)
     """Arm, or module:Class of your own; empty = the arm of the policy's run, otherwise panda."""
     split: str = choice("held_out", SPLITS)
     """train or held_out."""
