@@ -59,7 +59,7 @@ class PolicyActor:
             )
         self._n_action_steps = int(self._served.about.get("n_action_steps", policy.chunk))
         size, state_size = self._served.format.image_size, self._served.format.state_size
-        states = {entries: name for name, entries in reversed(state_sizes(scene).items())}
+        states = {entries: name for name, entries in state_sizes(scene).items()}
         if state_size not in (None, *states):
             known = ", ".join(f"{name} with {entries}" for entries, name in states.items())
             raise UserError(f"{folder} reads a state of {state_size} entries, but {task} has {known}")
