@@ -47,7 +47,7 @@ class Lift(MjcfTask):
   <worldbody>
     <geom type="box" size=".4 .4 .01" pos=".5 0 -.01" material="top" contype="1" conaffinity="3"/>
     <body name="box" pos="0.5 0 0.02"><freejoint/><site name="pad"/>
-      <geom type="box" size=".02 .02 .02" mass=".05" contype="1" conaffinity="3" condim="4" friction="2 .02 .001"/></body>
+      <geom type="box" size=".02 .02 .02" mass=".05" conaffinity="3" condim="4" friction="2 .02 .001"/></body>
     <body name="door" pos=".7 0 .1"><joint name="hinge" range="0 90"/><geom type="box" size=".01 .01 .05"/></body>
   </worldbody>
   <sensor><touch name="felt" site="pad"/></sensor>
@@ -303,11 +303,11 @@ def test_mistakes_in_its_methods_are_named(tmp_path, touch):
         env.expert_action()
     with pytest.raises(UserError, match="no object or site 'bull'; it has ball, tip"):
         env.scene.sensors.read(env.data.sensordata).position("bull")
-    with pytest.raises(UserError, match="arm is 'ur5e', but .* names its own arm"):
+    with pytest.raises(UserError, match=r"arm is 'ur5e', but .* names its own arm"):
         TabletopEnv(touch, arm="ur5e", observation="state")
     with pytest.raises(UserError, match="the tasks Touch and reach differ in state_names"):
         TabletopBatch([touch, "reach"], settings=BLIND)
     with pytest.raises(UserError, match="expected a subclass of"):
         find_any_task("json:JSONDecoder")
-    with pytest.raises(UserError, match="unknown task 'juggle'; available: reach, .*, or module:Class"):
+    with pytest.raises(UserError, match=r"unknown task 'juggle'; available: reach, .*, or module:Class"):
         find_any_task("juggle")
