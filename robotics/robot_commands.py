@@ -66,13 +66,13 @@ def play(
     strip: Path | None,
     allow: Sequence[str] = (),
 ) -> None:
-    """Show episodes of a tabletop task in a window, or write them to files."""
+    """Show episodes of a task in a window, or write them to files."""
     from mmrl.config import fill
+    from robotics.scenes.mjcf_task import find_any_task
     from robotics.scenes.play import ACTORS, Actor, PlaySettings
     from robotics.scenes.play import play as run
-    from robotics.scenes.tabletop_tasks import find_task
 
-    find_task(task)
+    find_any_task(task)
     settings: PlaySettings = fill(PlaySettings, options, "mmrl sim play")
     if video is None and strip is None:
         from robotics.scenes.viewer import check_display
@@ -80,11 +80,11 @@ def play(
         check_display()  # before a policy is loaded
     actor: Actor
     if policy in ACTORS:
-        actor = ACTORS[policy](task, seed)
+        actor = ACTORS[policy](seed)
     elif Path(policy).is_dir():
         from robotics.serving.acting import PolicyActor
 
-        actor = PolicyActor(Path(policy), settings.temperature, seed, settings.step, allow)
+        actor = PolicyActor(Path(policy), settings.temperature, seed, settings.step, allow, task=task)
     else:
         raise UserError(
             f"--policy is '{policy}', which is neither one of {', '.join(ACTORS)} nor the folder of a run or policy"

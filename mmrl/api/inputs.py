@@ -371,10 +371,13 @@ def take_env(inputs: Inputs, env: Any) -> None:
         else:
             inputs.set("environment", {"factory": "gymnasium:make", "kwargs": {"id": spec}})
     elif _section(inputs.entry, "sim") is not None:
+        from robotics.scenes import MjcfTask
         from robotics.sim.opening import SIMULATORS
 
         if spec in SIMULATORS:
             inputs.set("sim.kind", spec)
+        elif isinstance(env, type) and issubclass(env, MjcfTask):
+            inputs.set("sim", {"kind": "tabletop", "tasks": [spec]})
         else:
             inputs.set("sim", {"kind": "gymnasium", "env": spec})
     else:

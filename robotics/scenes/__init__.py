@@ -13,12 +13,13 @@ from __future__ import annotations
 from mmrl.entries import lazy_names
 
 _NAMES = {
-    "robotics.scenes.arms": ("ARMS",),
+    "robotics.scenes.arms": ("ARMS", "ArmModel"),
     "robotics.scenes.batch": ("BatchSettings", "TabletopBatch"),
     "robotics.scenes.control": ("CartesianController", "ControlSettings"),
     "robotics.scenes.envs": ("SimulationDiverged", "TabletopEnv"),
     "robotics.scenes.expert_check": ("check_experts", "replay_experts"),
-    "robotics.scenes.experts": ("EXPERTS", "Expert"),
+    "robotics.scenes.experts": ("EXPERTS", "Expert", "Move"),
+    "robotics.scenes.mjcf_task": ("MjcfTask", "Seen", "Start"),
     "robotics.scenes.tabletop_tasks": ("TASKS",),
     "robotics.scenes.vector_env": ("TabletopVectorEnv",),
 }

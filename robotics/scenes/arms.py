@@ -1,14 +1,15 @@
-"""Robot arms that come with the package: model files, home poses and kinematics.
+"""Robot arms: model files, home poses and kinematics.
 
-Both are MJCF with primitives; kinematics, masses and gains are those of the real arms (sources in the files). The site
-`grip` is between the fingertips, z along the fingers and y along the line on which they close; at home z points down at
-the table and x away from the base.
+Those that come with the package are MJCF with primitives; kinematics, masses and gains are those of the real arms
+(sources in the files). The site `grip` is between the fingertips, z along the fingers and y along the line on which
+they close; at home z points down at the table and x away from the base.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,37 +22,66 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ASSETS = Path(__file__).parent / "assets"
+HINGE = 3
+"""mjJNT_HINGE; mujoco is imported where a model is loaded."""
 
 
 @dataclass(frozen=True)
 class ArmModel:
-    """An arm with a two-finger gripper, its base at the origin of the scene."""
+    """An arm with a two-finger gripper, its base at the origin of the scene.
+
+    A subclass may set the fields as class attributes, and is then named `module:Class`. What is left out is read from
+    the MJCF by `complete_arm`, which also finds each joint's position actuator.
+    """
 
     name: str
-    file: str  # MJCF in the folder of assets, or an absolute path
-    joints: tuple[str, ...]  # hinges from base to hand; an actuator of the same name takes a target angle in rad
-    home_rad: tuple[float, ...]  # at the start of an episode
-    licence: str  # source of the numbers and its licence
+    file: str = ""  # MJCF in the folder of assets, or a path
+    joints: tuple[str, ...] = ()  # hinges from base to hand; () = the joints between the world and the grip
+    home_rad: tuple[float, ...] = ()  # at the start of an episode; () = the keyframe `home`
+    licence: str = ""  # source of the numbers and its licence
     fingers: tuple[str, str] = ("left_finger", "right_finger")  # slide joints, metres from the closed position each
-    gripper: str = "gripper"  # actuator that takes the target of one finger in metres
+    gripper: str = "gripper"  # actuator of the fingers
     grip_site: str = "grip"
     opening_m: float = 0.04  # travel of one finger
+    gripper_ctrl: tuple[float, float] | None = None  # controls that close and open it; None = 0 and opening_m
+
+    def __init_subclass__(cls) -> None:
+        """Make class attributes of a subclass the defaults of its fields."""
+        super().__init_subclass__()
+        # a field without an annotation would keep the default of this class
+        own = {name: kind for name, kind in ArmModel.__annotations__.items() if name in vars(cls)}
+        cls.__annotations__ = own | vars(cls).get("__annotations__", {})
+        dataclass(frozen=True)(cls)
 
     @property
     def path(self) -> Path:
         """The MJCF file."""
-        return ASSETS / self.file
+        inside = ASSETS / self.file
+        return inside if inside.is_file() else Path(self.file)
 
     @property
     def max_opening_m(self) -> float:
         """Maximum width between the fingers."""
         return 2 * self.opening_m
 
-    def load(self) -> mujoco.MjModel:
-        """Load the arm alone, its joints and actuators without table and light."""
+    @property
+    def closed_and_open(self) -> tuple[float, float]:
+        """Controls of the gripper's actuator."""
+        return self.gripper_ctrl or (0.0, self.opening_m)
+
+    def spec(self) -> mujoco.MjSpec:
+        """The arm alone, without table and light, to edit or to attach; override it to put an arm together."""
         import mujoco
 
-        return mujoco.MjModel.from_xml_path(str(self.path))
+        return mujoco.MjSpec.from_file(str(self.path))
+
+    def load(self) -> mujoco.MjModel:
+        """Load the arm alone, its joints and actuators without table and light."""
+        return self.spec().compile()
+
+    def actuators(self, model: mujoco.MjModel) -> list[int]:
+        """Ids of the actuators of the joints, in their order, and of the gripper, in a model with this arm."""
+        return [*(position_servo(model, name) for name in self.joints), int(model.actuator(self.gripper).id)]
 
     @cached_property
     def kinematics(self) -> ForwardKinematics:
@@ -65,13 +95,22 @@ class ForwardKinematics:
     def __init__(self, model: mujoco.MjModel, arm: ArmModel) -> None:
         joints = [int(model.joint(name).id) for name in arm.joints]
         site = int(model.site(arm.grip_site).id)
-        self.low_rad: NDArray[np.float64] = model.jnt_range[joints, 0].copy()
-        self.high_rad: NDArray[np.float64] = model.jnt_range[joints, 1].copy()
+        slides = [arm.joints[place] for place, joint in enumerate(joints) if model.jnt_type[joint] != HINGE]
+        if slides:
+            raise UserError(f"the joints {', '.join(slides)} of {arm.name} are no hinges, which kinematics are for")
+        limited = model.jnt_limited[joints].astype(bool)
+        self.low_rad: NDArray[np.float64] = np.where(limited, model.jnt_range[joints, 0], -np.inf)
+        self.high_rad: NDArray[np.float64] = np.where(limited, model.jnt_range[joints, 1], np.inf)
+        self._zero_rad = model.qpos0[model.jnt_qposadr[joints]]
         bodies = [int(model.jnt_bodyid[joint]) for joint in joints]
         parents = [0, *bodies[:-1]]
-        links = np.stack([_between(model, *pair) for pair in zip(parents, bodies, strict=True)])
-        tool = _between(model, bodies[-1], int(model.site_bodyid[site]))
-        self._tool = tool @ transform(model.site_pos[site], model.site_quat[site])
+        # frames are at the joints' anchors, which need not be at the origins of their bodies
+        anchors = [np.zeros(3), *model.jnt_pos[joints]]
+        links = [_between(model, *pair) for pair in zip(parents, bodies, strict=True)]
+        links.append(_between(model, bodies[-1], int(model.site_bodyid[site])))
+        moved = [_shift(-anchor) @ link for anchor, link in zip(anchors, links, strict=True)]
+        self._tool = moved.pop() @ transform(model.site_pos[site], model.site_quat[site])
+        links = np.stack([link @ _shift(anchor) for link, anchor in zip(moved, anchors[1:], strict=True)])
         self._axes: NDArray[np.float64] = model.jnt_axis[joints][:, :, None].copy()
         # Rodrigues' formula, R = I + sin(q) K + (1 - cos(q)) K K, multiplied from the left by the fixed part of a link.
         cross = np.stack([_cross_matrix(axis) for axis in model.jnt_axis[joints]])
@@ -84,7 +123,8 @@ class ForwardKinematics:
 
         Rows of the Jacobian: velocity of the grip's origin (m/s), then angular velocity (rad/s), in world axes.
         """
-        sine, cosine = np.sin(joint_rad)[..., None, None], np.cos(joint_rad)[..., None, None]
+        turn = joint_rad - self._zero_rad
+        sine, cosine = np.sin(turn)[..., None, None], np.cos(turn)[..., None, None]
         poses = self._links + sine * self._sines + (1.0 - cosine) * self._cosines
         # batched over rows, because the chain itself can only be followed joint by joint
         for joint in range(1, joint_rad.shape[1]):
@@ -101,16 +141,99 @@ def start_arm(model: mujoco.MjModel, data: mujoco.MjData, arm: ArmModel) -> None
     """Put an arm at home, with open fingers and servos at rest."""
     pose = np.array([*arm.home_rad, arm.opening_m, arm.opening_m])
     data.qpos[[int(model.joint(name).qposadr[0]) for name in (*arm.joints, *arm.fingers)]] = pose
-    data.ctrl[[int(model.actuator(name).id) for name in (*arm.joints, arm.gripper)]] = pose[:-1]
+    data.ctrl[arm.actuators(model)] = [*arm.home_rad, arm.closed_and_open[1]]
     # Targets pass through a filter whose state must start at them, or the arm would move from zero angles.
     data.act[:] = data.ctrl[np.flatnonzero(model.actuator_actadr >= 0)]
 
 
+def position_servo(model: mujoco.MjModel, joint: str) -> int:
+    """Id of the position actuator of a joint; raises UserError if it has none, or several."""
+    import mujoco
+
+    kinds = (mujoco.mjtTrn.mjTRN_JOINT, mujoco.mjtTrn.mjTRN_JOINTINPARENT)
+    drives = np.isin(model.actuator_trntype, kinds) & (model.actuator_trnid[:, 0] == int(model.joint(joint).id))
+    # the force of a position servo is kp (target - position), less damping
+    affine = model.actuator_biastype == mujoco.mjtBias.mjBIAS_AFFINE
+    stiff = np.isclose(model.actuator_biasprm[:, 1], -model.actuator_gainprm[:, 0]) & (model.actuator_gainprm[:, 0] > 0)
+    servos = np.flatnonzero(drives & affine & stiff & (model.actuator_gear[:, 0] == 1.0))
+    if len(servos) != 1 or drives.sum() != 1:
+        names = [model.actuator(number).name or f"number {number}" for number in np.flatnonzero(drives)]
+        raise UserError(
+            f"the joint {joint} is driven by {', '.join(names) or 'no actuator'}; expected one position servo of gear "
+            f'1, such as <position joint="{joint}" kp="100"/>'
+        )
+    return int(servos[0])
+
+
 def find_arm(name: str) -> ArmModel:
-    """Row of `ARMS` with a name; raises UserError if it does not exist."""
-    if name not in ARMS:
-        raise UserError(f"unknown arm {name!r}; available: {', '.join(ARMS)}")
-    return ARMS[name]
+    """Row of `ARMS` with a name, or what a user's module:Class or module:function returns, else UserError."""
+    if name in ARMS:
+        return ARMS[name]
+    if ":" in name:
+        return _own_arm(name)
+    from robotics.scenes.package_arms import PACKAGE_ARMS
+
+    if name in PACKAGE_ARMS:
+        return PACKAGE_ARMS[name]
+    raise UserError(f"unknown arm {name!r}; available: {', '.join([*ARMS, *PACKAGE_ARMS])}, or module:Class")
+
+
+@cache
+def _own_arm(spec: str) -> ArmModel:
+    from mmrl.rewards.reward_loading import load_function
+
+    make = load_function(spec, what="the arm")
+    try:
+        arm = make()
+    except TypeError as error:
+        raise UserError(f"the arm {spec} cannot be made without arguments: {error}") from error
+    if not isinstance(arm, ArmModel):
+        raise UserError(f"{spec} returned a {type(arm).__name__}; expected an ArmModel of {ArmModel.__module__}")
+    return complete_arm(arm)
+
+
+def complete_arm(arm: ArmModel) -> ArmModel:
+    """An arm whose missing fields are read from its MJCF.
+
+    Raises:
+        UserError: the MJCF cannot be read, lacks a part that the arm names or a position actuator for a joint, or does
+            not say where home is.
+    """
+    # loaded once here, so that a broken file is reported with the option and not in an episode
+    try:
+        model = arm.load()
+    except ValueError as error:
+        raise UserError(f"the arm {arm.name} cannot be read from {arm.path}: {error}") from error
+    parts = {"joint": (*arm.joints, *arm.fingers), "actuator": (arm.gripper,), "site": (arm.grip_site,)}
+    try:
+        for kind, names in parts.items():
+            for name in names:
+                getattr(model, kind)(name)
+        found = replace(arm, joints=arm.joints or joints_to(model, arm.grip_site))
+        found = replace(found, home_rad=found.home_rad or _home_of(model, found.joints))
+        found.actuators(model)
+    except (KeyError, UserError) as error:
+        raise UserError(f"the arm {arm.name} ({arm.path}): {error.args[0]}") from error
+    return found
+
+
+def joints_to(model: mujoco.MjModel, site: str) -> tuple[str, ...]:
+    """Names of the joints between the world and a site, from the base on."""
+    names: list[str] = []
+    body = int(model.site_bodyid[int(model.site(site).id)])
+    while body:
+        first, count = int(model.body_jntadr[body]), int(model.body_jntnum[body])
+        names[:0] = [model.joint(number).name for number in range(first, first + count)]
+        body = int(model.body_parentid[body])
+    return tuple(names)
+
+
+def _home_of(model: mujoco.MjModel, joints: Sequence[str]) -> tuple[float, ...]:
+    keys = [model.key(number).name for number in range(model.nkey)]
+    if "home" not in keys:
+        raise UserError(f"no home pose; set home_rad, or add a keyframe home (it has {', '.join(keys) or 'none'})")
+    pose = model.key("home").qpos
+    return tuple(float(pose[int(model.joint(name).qposadr[0])]) for name in joints)
 
 
 def _between(model: mujoco.MjModel, ancestor: int, body: int) -> NDArray[np.float64]:
@@ -130,6 +253,12 @@ def transform(position: NDArray[np.float64], quaternion: NDArray[np.float64]) ->
     mujoco.mju_quat2Mat(rotation, quaternion)
     pose = np.eye(4)
     pose[:3, :3], pose[:3, 3] = rotation.reshape(3, 3), position
+    return pose
+
+
+def _shift(position: NDArray[np.float64]) -> NDArray[np.float64]:
+    pose = np.eye(4)
+    pose[:3, 3] = position
     return pose
 
 

@@ -1,4 +1,4 @@
-"""Many tabletop episodes at once in the threads of one process: the simulator for training.
+"""Many episodes of the scenes at once in the threads of one process: the simulator for training.
 
 The actions of a chunk are first turned into joint targets, which do not depend on the physics; then the physics of the
 whole chunk runs in one call a row (`ImageRollout`), and only images that a policy or a video needs are rendered. Rows
@@ -17,10 +17,9 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, check_fields, choice, only_with
-from robotics.scenes.arms import find_arm
-from robotics.scenes.control import ACTION_NAMES, ACTION_SIZE, CartesianController, ControlSettings, check_actions
-from robotics.scenes.tabletop import PHYSICS_STEPS, PROPRIO_SIZE, STATE_NAMES, STATE_SIZE
-from robotics.scenes.tabletop_tasks import LAYOUTS, SPLITS, TASKS, TabletopScene, find_task, layout_seed
+from robotics.scenes.control import ControlSettings, check_actions
+from robotics.scenes.mjcf_task import open_scene
+from robotics.scenes.tabletop_tasks import LAYOUTS, SPLITS, TASKS, layout_seed
 from robotics.scenes.variant import ActionDelay, SceneVariant
 from robotics.scenes.videos import VideoRenderer, video_size
 from robotics.sim.backends import Backend, probe_backend, require_backend
@@ -34,10 +33,11 @@ if TYPE_CHECKING:
     import mujoco
     from numpy.typing import ArrayLike, NDArray
 
+    from robotics.scenes.scene import Scene
     from robotics.sim.interface import Chunk, SceneObservation
     from robotics.sim.opening import SimConfig
 
-STATES = {"full": STATE_SIZE, "proprio": PROPRIO_SIZE}
+STATES = ("full", "proprio")
 LOOKS = ("policy", "film")
 PHYSICS = ("mujoco", "warp")
 
@@ -48,8 +48,8 @@ class BatchSettings:
 
     image_size: tuple[int, int] | None = (64, 64)
     """(H, W) pixels; None for states only."""
-    camera: str = "front"
-    """front or wrist."""
+    camera: str = ""
+    """front or wrist; "" = front, or the first one of a scene without it."""
     views: tuple[str, ...] = ()
     """Additional cameras besides `camera`, in the order of observation."""
     look: str = choice("policy", LOOKS)
@@ -83,20 +83,21 @@ class BatchSettings:
 class _Group:
     """Rows of one task and split; scenes are numbered from 0 within it."""
 
-    scene: TabletopScene
+    scene: Scene
     rollout: ImageRollout
     rows: NDArray[np.int64]
 
 
 class TabletopBatch:
-    """Runs episodes of the tabletop tasks; implements `RobotSim`.
+    """Runs episodes of the tabletop tasks, or of tasks of your own; implements `RobotSim`.
 
-    The state has 22 entries, see `SceneSensors.state`, or with `state="proprio"` its first 10. Noise and delays of a
-    domain randomisation are in observations; `full_state`, rewards, `object_poses` and recorded frames are exact.
+    At the table the state has 22 entries, see `SceneSensors.state`, or with `state="proprio"` its first 10. Noise and
+    delays of a domain randomisation are in observations; `full_state`, rewards, `object_poses` and recorded frames are
+    exact.
 
     Args:
-        tasks: keys of `TASKS` that episodes may name.
-        arm: key in `ARMS`.
+        tasks: keys of `TASKS` that episodes may name, or module:Class of your own `MjcfTask`, named by its class.
+        arm: key in `ARMS`, or module:Class of your own `ArmModel`.
         settings: observation, reward, horizon and control.
         workers: threads; the usable cores when None.
         backend: name of a probed renderer; chosen and probed when None.
@@ -105,9 +106,6 @@ class TabletopBatch:
         UserError: there is no such task, arm, camera, state or reward, or no renderer.
     """
 
-    action_size: int = ACTION_SIZE
-    action_names = ACTION_NAMES
-    full_state_size: int = STATE_SIZE
     capacity: int | None = None
 
     def __init__(
@@ -123,19 +121,22 @@ class TabletopBatch:
         check_config(self.settings)
         if not tasks:
             raise UserError("tasks is empty; list at least one")
-        self.arm = find_arm(arm)
-        self._tasks = {name: find_task(name) for name in tasks}
-        self._scenes = {
-            name: TabletopScene(task, self.arm, "train", self.settings.reward, self.settings.randomization)
-            for name, task in self._tasks.items()
-        }
+        opened = [open_scene(name, arm, "train", self.settings.reward, self.settings.randomization) for name in tasks]
+        self._scenes = {scene.task.name: scene for scene in opened}
+        self._scene = opened[0]
+        _check_alike(opened)
+        self.settings = replace(self.settings, camera=self.settings.camera or self._scene.camera)
+        self.action_names = self._scene.action_names
+        self.action_size = len(self.action_names)
+        self.control_hz = self._scene.control_hz
+        self.full_state_size = len(self._scene.state_names)
         self.image_size = self.settings.image_size
         self.views = tuple(self.settings.views)
         self.potential_rewards = self.settings.reward == "dense"
-        self.state_size = STATES[self.settings.state]
-        self.state_names = STATE_NAMES[: self.state_size]
+        self.state_size = self.full_state_size if self.settings.state == "full" else self._scene.proprio_size
+        self.state_names = self._scene.state_names[: self.state_size]
         # the longest of the tasks; each row ends at its own
-        self.horizon = max(self._horizon(name) for name in self._tasks)
+        self.horizon = max(self._horizon(name) for name in self._scenes)
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
         self._rendering: RenderSettings | None = None
@@ -143,14 +144,16 @@ class TabletopBatch:
         if self.image_size is not None:
             self._rendering = RenderSettings(self.image_size[1], self.image_size[0], self.settings.camera, self.views)
             check_fields(self._rendering, "image")
-            check_cameras(next(iter(self._scenes.values())).model, (self.settings.camera, *self.views))
+            for scene in opened:
+                check_cameras(scene.model, (self.settings.camera, *self.views))
             if backend is None:
                 self._drawing = require_backend()
             else:
                 # a renderer that was named is used even if its probe failed
                 self._drawing = probe_backend(backend)[0] or Backend(backend, "unknown device")
         self._workers = workers
-        self._controller = CartesianController(self.arm, self.settings.control)
+        chosen = self.settings.control
+        self._controller = self._scene.controller(None if chosen == ControlSettings() else chosen)
         self._rollouts: dict[tuple[str, str], ImageRollout] = {}
         self._warp: str | None = None
         if self.settings.physics == "warp":
@@ -158,7 +161,7 @@ class TabletopBatch:
 
             self._warp = describe_warp(self.settings.device)
         self._groups: list[_Group] = []
-        self._full = np.zeros((0, STATE_SIZE), np.float32)
+        self._full = np.zeros((0, self.full_state_size), np.float32)
         self._variants: dict[int, SceneVariant] = {}
         self._delays: dict[int, ActionDelay] = {}
         self._elapsed = np.zeros(0, np.int64)
@@ -167,7 +170,7 @@ class TabletopBatch:
 
     def tasks(self) -> Mapping[str, str]:
         """Names of the tasks with their instructions."""
-        return {name: task.instruction for name, task in self._tasks.items()}
+        return {name: scene.task.instruction for name, scene in self._scenes.items()}
 
     def layouts(self) -> Mapping[str, int | None]:
         """Names of the splits with their numbers of layouts."""
@@ -181,7 +184,7 @@ class TabletopBatch:
         self._groups = self._arrange(episodes)
         self.live = np.arange(len(episodes))
         self._controller.reset(len(episodes))
-        self._full = np.zeros((len(episodes), STATE_SIZE), np.float32)
+        self._full = np.zeros((len(episodes), self.full_state_size), np.float32)
         self._elapsed = np.zeros(len(episodes), np.int64)
         self._variants = {}
         self._delays = {}
@@ -227,12 +230,12 @@ class TabletopBatch:
         return replace(output, drawn=drawn)
 
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
-        """Step the live rows, see `RobotSim.step_chunk`; actions (L, K, 5) are dx, dy, dz, dyaw, gripper."""
+        """Step the live rows, see `RobotSim.step_chunk`; actions (L, K, A) are those of `action_names`."""
         if not len(self.live):
             raise UserError("all episodes have ended; call reset() first")
         if record and self._rendering is None:
             raise UserError("recording needs images; set image_size")
-        moves = check_actions(actions, len(self.live))
+        moves = check_actions(actions, len(self.live), self.action_names)
         live = self.live
         for index, row in enumerate(live.tolist()):
             if row in self._delays:
@@ -249,7 +252,7 @@ class TabletopBatch:
             # places of the group's rows in the result, which is in the order of all live rows
             at = np.searchsorted(live, rows)
             wanted = {int(np.searchsorted(group.rows, row)) for row in record if row in rows}
-            chunk = group.rollout.step_chunk(plan.controls[at], wanted)
+            chunk = group.rollout.step_chunk(group.scene.controls(plan.controls[at]), wanted)
             output.rewards[at], output.steps[at] = chunk.rewards, chunk.steps
             output.success[at], output.terminated[at] = chunk.solved, chunk.dones.any(axis=1)
             output.truncated[at], output.failed[at] = chunk.truncated, chunk.failed
@@ -271,6 +274,16 @@ class TabletopBatch:
     def full_state(self) -> NDArray[np.float32]:
         """Full state (L, 22) of the live rows as last observed, for scripted experts."""
         return self._full[self.live]
+
+    def expert_actions(self) -> NDArray[np.float32]:
+        """Actions (L, A) of the tasks' experts in the live rows; raises UserError if a task has none."""
+        actions = np.zeros((len(self.live), self.action_size), np.float32)
+        for group in self._groups:
+            for scene in group.rollout.live.tolist():
+                row = int(group.rows[scene])
+                sensors = group.rollout.data(scene).sensordata[None]
+                actions[np.searchsorted(self.live, row)] = group.scene.expert(sensors, self._controller.commands([row]))
+        return actions
 
     def scene_of(self, row: int) -> tuple[mujoco.MjModel, mujoco.MjData]:
         """Model and state of a row, for viewers; neither may be changed."""
@@ -298,9 +311,9 @@ class TabletopBatch:
         settings = {name: value for name, value in settings.items() if not unset.get(name)}
         return {
             "simulator": "tabletop",
-            "tasks": {name: self._horizon(name) for name in self._tasks},
-            "arm": self.arm.name,
-            "control_hz": round(1.0 / (PHYSICS_STEPS * self._physics_step()), 3),
+            "tasks": {name: self._horizon(name) for name in self._scenes},
+            "arm": self._scene.arm.name if self._scene.arm else None,
+            "control_hz": round(1.0 / (self._scene.substeps * self._physics_step()), 3),
             "physics_step_s": self._physics_step(),
             "renderer": f"{self._drawing.name}: {self._drawing.device}" if self._drawing else None,
             "mujoco": mujoco.__version__,
@@ -309,6 +322,7 @@ class TabletopBatch:
             "sensors": "of the observed state",  # numbers with those of the physics step before are others
             **settings,
             "horizon": self.horizon,
+            **{f"{name}.{key}": part for name, scene in self._scenes.items() for key, part in scene.describe().items()},
         }
 
     def close(self) -> None:
@@ -325,17 +339,17 @@ class TabletopBatch:
         self.close()
 
     def _horizon(self, task: str) -> int:
-        return self.settings.horizon or self._tasks[task].horizon
+        return self.settings.horizon or self._scenes[task].task.horizon
 
     def _physics_step(self) -> float:
-        return float(next(iter(self._scenes.values())).model.opt.timestep)
+        return float(self._scene.model.opt.timestep)
 
     def _arrange(self, episodes: Sequence[EpisodeSpec]) -> list[_Group]:
         rows: dict[tuple[str, str], list[int]] = {}
         for row, episode in enumerate(episodes):
-            if episode.task not in self._tasks:
+            if episode.task not in self._scenes:
                 raise UserError(
-                    f"episode {row} has the task {episode.task!r}, but this simulator runs {', '.join(self._tasks)}. "
+                    f"episode {row} has the task {episode.task!r}, but this simulator runs {', '.join(self._scenes)}. "
                     f"All tasks: {', '.join(TASKS)}"
                 )
             rows.setdefault((episode.task, episode.split), []).append(row)
@@ -356,7 +370,7 @@ class TabletopBatch:
             if self._warp is not None:
                 from robotics.sim.warp_physics import WarpPhysics
 
-                physics = WarpPhysics(scene.model, len(rows), PHYSICS_STEPS, self.settings.device)
+                physics = WarpPhysics(scene.model, len(rows), scene.substeps, self.settings.device)
             if self.settings.look == "film" and self.image_size is not None:
                 video = partial(VideoRenderer, scene, self.image_size, drawing)
             known = self._rollouts[key] = ImageRollout(
@@ -364,7 +378,7 @@ class TabletopBatch:
                 scene,
                 len(rows),
                 self._rendering,
-                substeps=PHYSICS_STEPS,
+                substeps=scene.substeps,
                 horizon=self._horizon(task),
                 workers=self._workers,
                 backend=drawing,
@@ -457,7 +471,8 @@ class TabletopBatch:
             self._variants.pop(row, None)
             self._delays.pop(row, None)
             if variant is not None:
-                self._variants[row], self._delays[row] = variant, ActionDelay(variant.action_delay)
+                hold = self._scene.parts.hold
+                self._variants[row], self._delays[row] = variant, ActionDelay(variant.action_delay, hold)
 
 
 def open_tabletop(config: SimConfig, height: int | None = None) -> TabletopBatch:
@@ -468,7 +483,7 @@ def open_tabletop(config: SimConfig, height: int | None = None) -> TabletopBatch
     settings = BatchSettings(
         image_size=video_size(height) if height else size,
         look="film" if height else "policy",
-        camera=config.camera or "front",
+        camera=config.camera,
         views=tuple(config.views),
         state=config.state,
         reward="dense",  # `success` is a flag of its own
@@ -478,6 +493,20 @@ def open_tabletop(config: SimConfig, height: int | None = None) -> TabletopBatch
         end_at_success=bool(config.options.get("end_at_success", True)),
     )
     return TabletopBatch(config.tasks or ["reach"], config.arm, settings, workers=config.workers or None)
+
+
+def _check_alike(scenes: Sequence[Scene]) -> None:
+    """Raise UserError unless policies and one controller fit all scenes."""
+    first, doubled = scenes[0], len({scene.task.name for scene in scenes}) < len(scenes)
+    if doubled:
+        raise UserError(f"two tasks have the same name: {', '.join(scene.task.name for scene in scenes)}")
+    for name in ("state_names", "action_names", "control_hz", "arm"):
+        for scene in scenes:
+            if getattr(scene, name) != getattr(first, name):
+                raise UserError(
+                    f"the tasks {first.task.name} and {scene.task.name} differ in {name}: {getattr(first, name)} and "
+                    f"{getattr(scene, name)}; run them in separate simulators"
+                )
 
 
 def _parts(out: ChunkResult, index: int) -> dict[str, NDArray[Any]]:

@@ -8,6 +8,7 @@ not in the command.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,10 @@ ACTION_SIZE = len(ACTION_NAMES)
 COMMAND_SIZE = 5
 """x, y, z in metres, yaw in radians, gripper (1 closed, -1 open)."""
 CLOSED, OPEN = 1.0, -1.0
+HOLD = np.array([*(ACTION_SIZE - 1) * [0.0], OPEN])
+"""The action that moves nothing and keeps the gripper open."""
+DOWN = -0.95
+"""Largest height of the unit vector along the fingers at which a grip counts as pointing down."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +66,10 @@ class ControlSettings:
 class ControlPlan:
     """Controls and commanded poses of L rows for K control steps."""
 
-    controls: NDArray[np.float64]  # (L, K, J + 1) joint targets in rad, and the target of a finger in metres
-    commands: NDArray[np.float64]  # (L, K, 5) commanded x, y, z (m, world), yaw (rad), gripper (1 closed, -1 open)
+    controls: NDArray[np.float64]  # (L, K, J + 1) of an arm: joint targets in rad, and the control of the gripper
+    commands: NDArray[
+        np.float64
+    ]  # (L, K, 5) of an arm: commanded x, y, z (m, world), yaw (rad), gripper (1 closed, -1 open)
 
 
 class CartesianController:
@@ -84,7 +91,8 @@ class CartesianController:
             [*pose[0, :3, 3], np.arctan2(pose[0, 1, 0], pose[0, 0, 0]), OPEN]
         )
         """(5,) command at the start of an episode."""
-        self.home_control: NDArray[np.float64] = np.array([*self._home, arm.opening_m])
+        self._check_home(pose[0])
+        self.home_control: NDArray[np.float64] = np.array([*self._home, arm.closed_and_open[1]])
         """(J + 1,) controls that hold the home pose."""
         self._joint_rad = np.empty((0, len(self._home)))
         self._command = np.empty((0, COMMAND_SIZE))
@@ -131,10 +139,24 @@ class CartesianController:
             controls[:, step, :-1] = joint_rad
             commands[:, step] = command
         # the gripper has no intermediate targets: fully closed or fully open
-        controls[:, :, -1] = np.where(commands[:, :, 4] > 0, 0.0, self.arm.opening_m)
+        controls[:, :, -1] = np.where(commands[:, :, 4] > 0, *self.arm.closed_and_open)
         self._joint_rad[chosen] = joint_rad
         self._command[chosen] = command
         return ControlPlan(controls, commands)
+
+    def _check_home(self, pose: NDArray[np.float64]) -> None:
+        """Raise UserError unless the grip points down at home, inside the workspace."""
+        low, high, place = self.settings.low_m, self.settings.high_m, self.home_command[:3].round(3).tolist()
+        if pose[2, 2] > DOWN:
+            raise UserError(
+                f"at home the grip of {self.arm.name} points along {pose[:3, 2].round(2).tolist()}; z of the site "
+                f"{self.arm.grip_site} must point down, (0, 0, -1)"
+            )
+        if np.less(place, low).any() or np.greater(place, high).any():
+            raise UserError(
+                f"at home the grip of {self.arm.name} is at {place}, outside the workspace from {list(low)} to "
+                f"{list(high)}; move home_rad or the workspace (`control`)"
+            )
 
     def _move(self, command: NDArray[np.float64], action: NDArray[np.float64]) -> NDArray[np.float64]:
         settings, moved = self.settings, np.empty_like(command)
@@ -165,13 +187,13 @@ class CartesianController:
         return joint_rad
 
 
-def check_actions(actions: ArrayLike, rows: int) -> NDArray[np.float64]:
-    """Actions (L, K, 5) of L rows, clipped to -1..1; raises UserError if the shape differs or one is not finite."""
+def check_actions(actions: ArrayLike, rows: int, names: Sequence[str] = ACTION_NAMES) -> NDArray[np.float64]:
+    """Actions (L, K, A) of L rows, clipped to -1..1; raises UserError if the shape differs or one is not finite."""
     array = np.asarray(actions, np.float64)
-    if array.ndim != 3 or (array.shape[0], array.shape[2]) != (rows, ACTION_SIZE) or array.shape[1] < 1:
+    if array.ndim != 3 or (array.shape[0], array.shape[2]) != (rows, len(names)) or array.shape[1] < 1:
         raise UserError(
-            f"actions have the shape {array.shape}; expected ({rows} live rows, K >= 1, {ACTION_SIZE}: dx, dy, dz, "
-            "dyaw, gripper)"
+            f"actions have the shape {array.shape}; expected ({rows} live rows, K >= 1, {len(names)}: "
+            f"{', '.join(names)})"
         )
     if not np.isfinite(array).all():
         row, step, entry = np.argwhere(~np.isfinite(array))[0]

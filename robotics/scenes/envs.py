@@ -1,10 +1,10 @@
-"""The tabletop tasks as Gymnasium environments.
+"""The tabletop tasks, and tasks of your own, as Gymnasium environments.
 
     env = TabletopEnv(task="pick_place", arm="ur5e", observation=("state", "rgb"))
     observation, info = env.reset(seed=0, options={"layout": 3, "split": "held_out"})
 
-An action is dx, dy, dz, dyaw and gripper in -1..1 (`control.CartesianController`). Equal layouts and actions give equal
-bits, here and in `TabletopBatch`.
+An action of an arm is dx, dy, dz, dyaw and gripper in -1..1 (`control.CartesianController`). Equal layouts and actions
+give equal bits, here and in `TabletopBatch`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from gymnasium import spaces
 
 from mmrl.errors import RunError, UserError
 from mmrl.fields import check_fields
-from robotics.scenes.arms import find_arm
-from robotics.scenes.control import ACTION_NAMES, ACTION_SIZE, CartesianController, ControlSettings, check_actions
-from robotics.scenes.tabletop import CONTROL_HZ, PHYSICS_STEPS, PROPRIO_NAMES, PROPRIO_SIZE, STATE_NAMES, STATE_SIZE
-from robotics.scenes.tabletop_tasks import LAYOUTS, TabletopScene, find_task, layout_seed
+from robotics.scenes.control import ControlSettings, check_actions
+from robotics.scenes.mjcf_task import open_scene
+from robotics.scenes.tabletop import CONTROL_HZ
+from robotics.scenes.tabletop_tasks import LAYOUTS, layout_seed
 from robotics.scenes.variant import ActionDelay, ObservationDelay, SceneVariant
 from robotics.scenes.videos import VIDEO_SIZE, Caption, VideoRenderer, write_caption
 from robotics.sim.backends import require_backend
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.scenes.presentation import Outcome
+    from robotics.scenes.scene import Scene
     from robotics.scenes.viewer import SceneViewer
 
 Watcher = Callable[["mujoco.MjData", Caption], object]
@@ -52,21 +53,21 @@ class SimulationDiverged(RunError):  # noqa: N818 - named for what happened
 
 
 class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
-    """One tabletop task with one arm.
+    """One tabletop task with one arm, or one of your own.
 
-    Observations are a dictionary with the chosen kinds: `state` (22,) float32, see `SceneSensors.state`; `proprio`
-    (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32 metres;
-    `segmentation` (H, W, 2) int32 object id and type, -1 for the background; and `views` (V, H, W, 3) uint8 of further
-    cameras. `info` has success, instruction, layout, split and dense_reward, and randomization, the episode's draw,
-    if something is randomised. Noise and delays affect observations only; the property `state`, videos, windows and
-    rewards are exact, and depth and segmentation have no noise.
+    Observations are a dictionary with the chosen kinds: `state` (S,) float32, see `SceneSensors.state` (22 entries at
+    the table); `proprio` (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32
+    metres; `segmentation` (H, W, 2) int32 object id and type, -1 for the background; and `views` (V, H, W, 3) uint8 of
+    further cameras. `info` has success, instruction, layout, split and dense_reward, and randomization, the episode's
+    draw, if something is randomised. Noise and delays affect observations only; the property `state`, videos, windows
+    and rewards are exact, and depth and segmentation have no noise.
 
     Args:
-        task: key in `TASKS`.
-        arm: key in `ARMS`.
+        task: key in `TASKS`, or module:Class of your own `MjcfTask`.
+        arm: key in `ARMS`, or module:Class of your own `ArmModel`.
         observation: kinds, see above.
         image_size: (H, W) pixels of observed images.
-        camera: front or wrist.
+        camera: front or wrist; "" = front, or the first one of a scene without it.
         views: further cameras, whose images are the entry `views`.
         horizon: control steps until truncation; None = the task's.
         render_mode: rgb_array; human, a window that shows the episode in real time; or None.
@@ -91,7 +92,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         arm: str = "panda",
         observation: Sequence[str] = ("state", "rgb"),
         image_size: tuple[int, int] = (64, 64),
-        camera: str = "front",
+        camera: str = "",
         horizon: int | None = None,
         render_mode: str | None = None,
         split: str = "train",
@@ -105,7 +106,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         if horizon is not None and horizon < 1:
             raise UserError(f"horizon is {horizon}; must be at least 1")
         chosen = read_randomization(randomization)
-        self.scene = scene = TabletopScene(find_task(task), find_arm(arm), split, reward, chosen)
+        self.scene = scene = open_scene(task, arm, split, reward, chosen)
         """Scene that is simulated."""
         self.kinds = (observation,) if isinstance(observation, str) else tuple(observation)
         if not self.kinds or any(kind not in OBSERVATIONS for kind in self.kinds):
@@ -118,14 +119,17 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             from robotics.scenes.viewer import check_display
 
             check_display()
-        check_cameras(scene.model, (camera, *views))
+        self._draws = bool(views) or any(kind in RENDERED for kind in self.kinds)
+        camera = camera or scene.camera
+        # a scene without cameras is fine as long as nothing is drawn
+        if self._draws or camera:
+            check_cameras(scene.model, (camera, *views))
         self.split = split
         self.reward = reward
         self.render_mode = render_mode
         self._views = tuple(views)
         self._look = render_look
         self.horizon = horizon or scene.task.horizon
-        self._draws = bool(views) or any(kind in RENDERED for kind in self.kinds)
         # a renderer is only required if something is drawn
         self._backend = require_backend().name if render_mode == "rgb_array" or self._draws else ""
 
@@ -136,9 +140,9 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         """Model of the episode: the scene's, or a copy with its domain randomisation."""
         self.data = mujoco.MjData(self.model)
         self._variant: SceneVariant | None = None
-        self._delay = ActionDelay(0)
+        self._delay = ActionDelay(0, scene.parts.hold)
         self._seen = ObservationDelay(self.model, self.data, 0)
-        self.controller = CartesianController(scene.arm, control)
+        self.controller = scene.controller(control)
         seen, self._video_size = render_size or POLICY_SIZE, render_size or VIDEO_SIZE
         self._settings = {
             "observe": RenderSettings(image_size[1], image_size[0], camera),
@@ -154,11 +158,12 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         self._elapsed = 0
         self._over = True
         self._outcome: Outcome = ""
-        self.action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
-        self.observation_space = observation_space([*self.kinds, *(["views"] if views else [])], image_size, len(views))
-        states = {"state": STATE_NAMES, "proprio": PROPRIO_NAMES}
+        self.action_space = spaces.Box(-1.0, 1.0, (len(scene.action_names),), np.float32)
+        kinds, sizes = [*self.kinds, *(["views"] if views else [])], state_sizes(scene)
+        self.observation_space = observation_space(kinds, image_size, len(views), sizes)
+        states = {kind: scene.state_names[:size] for kind, size in sizes.items()}
         named = [kind for kind in self.observation_space if kind in states]
-        known = {"action_names": ACTION_NAMES, "camera": camera}
+        known: dict[str, Any] = {"action_names": scene.action_names, "camera": camera, "render_fps": scene.control_hz}
         known |= {"state_names": states[named[0]]} if len(named) == 1 else {}
         self.metadata = {**self.metadata, **known}
 
@@ -203,31 +208,31 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._observe(), self._info(success, dense)
 
     def step(self, action: NDArray[np.floating]) -> tuple[dict[str, Any], float, bool, bool, dict[str, Any]]:
-        """Move for one control step, a tenth of a second; terminated once the task is solved.
+        """Move for one control step, a tenth of a second at the table; terminated once the task is solved.
 
         Args:
-            action: (5,) dx, dy, dz, dyaw, gripper; clipped to -1..1.
+            action: (A,), at the table dx, dy, dz, dyaw, gripper; clipped to -1..1.
 
         Raises:
             UserError: the action has another shape or is not finite, or no episode runs.
             SimulationDiverged: MuJoCo gave a warning; call reset to continue.
         """
         given = np.asarray(action)
-        if given.shape != (ACTION_SIZE,):
-            raise UserError(
-                f"an action has the shape {given.shape}; expected ({ACTION_SIZE},): dx, dy, dz, dyaw, gripper"
-            )
-        moves = check_actions(given[None, None], 1)
+        names = self.scene.action_names
+        if given.shape != (len(names),):
+            raise UserError(f"an action has the shape {given.shape}; expected ({len(names)},): {', '.join(names)}")
+        moves = check_actions(given[None, None], 1, names)
         if self._over:
             raise UserError("no episode is running; call reset first")
         # a delayed action reaches the controller late, so its command lags like the arm
         moves = self._delay(moves[0])[None]
         # one target for the whole control step, as in `TabletopBatch`
-        self.data.ctrl[:] = self.controller.plan(ROW, moves).controls[0, 0]
+        self.data.ctrl[:] = self.scene.controls(self.controller.plan(ROW, moves).controls)[0, 0]
         # cut only for watchers; MuJoCo's steps are the same either way
         parts = SHOWN_PARTS if self._watchers else 1
+        ends = [self.scene.substeps * part // parts for part in range(parts + 1)]
         for part in range(1, parts + 1):
-            self._lib.mj_step(self.model, self.data, PHYSICS_STEPS // parts)
+            self._lib.mj_step(self.model, self.data, ends[part] - ends[part - 1])
             if part < parts:
                 self._show(part / parts)
         # mj_step leaves the sensor values of the state before it
@@ -290,8 +295,12 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
 
     @property
     def state(self) -> NDArray[np.float32]:
-        """(22,) exact full state, whether observed or not."""
+        """(S,) exact full state, whether observed or not."""
         return self.scene.sensors.state(self.data.sensordata[None], self.controller.commands(ROW))[0]
+
+    def expert_action(self) -> NDArray[np.float32]:
+        """(A,) action of the task's expert; raises UserError if it has none."""
+        return self.scene.expert(self.data.sensordata[None], self.controller.commands(ROW))[0]
 
     def _show(self, part: float = 0.0) -> None:
         """Call the watchers, a part of a control step after the last one."""
@@ -299,12 +308,14 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             from robotics.scenes.viewer import SceneViewer
 
             self._viewer = viewer = SceneViewer(self.scene)
-            self.watch(lambda data, caption: viewer.show(data, caption, wait_s=1.0 / CONTROL_HZ / SHOWN_PARTS))
+            self.watch(
+                lambda data, caption: viewer.show(data, caption, wait_s=1.0 / self.scene.control_hz / SHOWN_PARTS)
+            )
         for watcher in self._watchers:
             watcher(self.data, self._caption(part))
 
     def _caption(self, part: float = 0.0) -> Caption:
-        return Caption(self.instruction, (self._elapsed + part) / CONTROL_HZ, self._outcome)
+        return Caption(self.instruction, (self._elapsed + part) / self.scene.control_hz, self._outcome)
 
     def _success_and_reward(self) -> tuple[bool, float]:
         reading = self.scene.sensors.read(self.data.sensordata[None])
@@ -325,7 +336,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         """Draw the episode's variant, and use its model."""
         self._variant = self.scene.variant(episode)
         self.model = self.scene.model if self._variant is None else self._variant.model
-        self._delay = ActionDelay(self._variant.action_delay if self._variant else 0)
+        self._delay = ActionDelay(self._variant.action_delay if self._variant else 0, self.scene.parts.hold)
         # renderers are kept, because opening an OpenGL context is slow
         for renderer in self._renderers.values():
             renderer.show(self.model)
@@ -355,7 +366,7 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
             state = self.scene.sensors.state(self._seen.sensordata[None], commands)[0]
             seen = state if self._variant is None else self._variant.noisy_state(state, self._elapsed)
             # proprio is the leading part of the state, with the same noise
-            return seen[: STATE_SIZE if kind == "state" else PROPRIO_SIZE]
+            return seen[: state_sizes(self.scene)[kind]]
         if kind == "rgb":
             return self._policy_image("observe")
         renderer = self._renderer("observe")
@@ -371,11 +382,17 @@ class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
         return self._renderers[purpose]
 
 
-def observation_space(kinds: Sequence[str], image_size: tuple[int, int], views: int) -> spaces.Dict:
+def state_sizes(scene: Scene) -> dict[str, int]:
+    """Sizes of a scene's states by kind of observation."""
+    return {"state": len(scene.state_names), "proprio": scene.proprio_size}
+
+
+def observation_space(
+    kinds: Sequence[str], image_size: tuple[int, int], views: int, sizes: Mapping[str, int]
+) -> spaces.Dict:
     """Space of the given kinds of observations; `views` is the number of additional cameras."""
     every: dict[str, spaces.Space[Any]] = {
-        "state": spaces.Box(-np.inf, np.inf, (STATE_SIZE,), np.float32),
-        "proprio": spaces.Box(-np.inf, np.inf, (PROPRIO_SIZE,), np.float32),
+        **{kind: spaces.Box(-np.inf, np.inf, (size,), np.float32) for kind, size in sizes.items()},
         "rgb": spaces.Box(0, 255, (*image_size, 3), np.uint8),
         "depth": spaces.Box(0.0, np.inf, image_size, np.float32),
         "segmentation": spaces.Box(-1, MAX_ID, (*image_size, 2), np.int32),

@@ -120,13 +120,6 @@ def experts_of(sim: RobotSim, episodes: Sequence[EpisodeSpec]) -> Chooser:
     known: Any = sim
     if hasattr(known, "expert_actions"):
         return known.expert_actions
-    if hasattr(known, "full_state"):
-        from robotics.scenes.experts import Expert
-
-        experts = {task: Expert(task) for task in {episode.task for episode in episodes}}
-        return lambda: np.stack(
-            [experts[episodes[row].task].act(state) for row, state in zip(sim.live, known.full_state(), strict=True)]
-        )
     raise UserError(
         f"{type(sim).__name__} has no scripted experts; with sim.kind gymnasium set sim.options.adapter.expert"
     )

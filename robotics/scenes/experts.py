@@ -92,13 +92,17 @@ class Expert:
 
     def _act(self, state: NDArray[np.float64]) -> NDArray[np.float64]:
         scene = _read(state)
-        move = self._rule(scene)
-        # from the commanded pose: the physical one lags behind, and starting from it would add the lag again
-        way = (move.point - scene.command) / self._control.step_m
-        # One factor for all axes keeps the path straight.
-        way *= move.speed / max(move.speed, float(np.abs(way).max()))
-        turn = np.clip((move.yaw - scene.command_yaw) / self._control.turn_rad, -1.0, 1.0)
-        return np.array([*way, turn, move.gripper])
+        return steer(self._rule(scene), state[5:10], self._control)
+
+
+def steer(move: Move, command: NDArray[np.float64], control: ControlSettings) -> NDArray[np.float64]:
+    """Action (5,) that brings a commanded pose (5,) towards a target."""
+    # from the commanded pose: the physical one lags behind, and starting from it would add the lag again
+    way = (move.point - command[:3]) / control.step_m
+    # One factor for all axes keeps the path straight.
+    way *= move.speed / max(move.speed, float(np.abs(way).max()))
+    turn = np.clip((move.yaw - command[3]) / control.turn_rad, -1.0, 1.0)
+    return np.array([*way, turn, move.gripper])
 
 
 def _read(state: NDArray[np.float64]) -> NamedState:

@@ -6,7 +6,7 @@ scene, which is only drawn (`robotics.scenes.presentation`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,30 +24,55 @@ CAMERA = "film"
 RING = "outcome_ring"
 """Body and geom of the ring around the goal; invisible until an episode has ended."""
 RING_RADIUS_M = 0.078
+LIGHTS = ("film_key", "film_fill")
+"""Lights of `FILM`, the only ones in videos."""
 
 
 def dress(spec: Any) -> None:
-    """Give a scene that includes `FILM` its look for videos."""
+    """Give the tabletop, in a spec that includes `FILM`, its look for videos."""
     import mujoco
 
-    for light in list(spec.lights):
-        if light.name not in ("key", "fill"):
-            spec.delete(light)
-    sky, floor = spec.texture("sky"), spec.geom("floor")
-    sky.builtin = mujoco.mjtBuiltin.mjBUILTIN_GRADIENT
-    sky.rgb1 = [0.62, 0.67, 0.73]
-    sky.rgb2 = [0.80, 0.84, 0.88]
+    light_sky(spec)
+    floor = spec.geom("floor")
     floor.material = "film_floor"
     floor.pos = [0.0, 0.0, -0.72]
     floor.size = [0.0, 0.0, 0.1]
     spec.geom("table").material = "film_table"
-    for geom in spec.geoms:
-        if not geom.material:  # the arm files only define colours
-            geom.material = "film_matt" if max(geom.rgba[:3]) < 0.2 else "film_paint"
+    for x, y in ((-0.07, -0.45), (-0.07, 0.45), (0.83, -0.45), (0.83, 0.45)):
+        leg: dict[str, Any] = {"pos": [x, y, -0.38], "size": [0.025, 0.025, 0.34], "contype": 0, "conaffinity": 0}
+        spec.worldbody.add_geom(type=mujoco.mjtGeom.mjGEOM_BOX, material="film_legs", **leg)
     spec.worldbody.add_camera(name=CAMERA, pos=CAMERA_POS, xyaxes=_look_at(CAMERA_POS, CAMERA_TARGET), fovy=CAMERA_FOVY)
+
+
+def light_sky(spec: Any) -> None:
+    """Make the sky a bright gradient."""
+    import mujoco
+
+    for sky in (texture for texture in spec.textures if texture.type == mujoco.mjtTexture.mjTEXTURE_SKYBOX):
+        sky.builtin = mujoco.mjtBuiltin.mjBUILTIN_GRADIENT
+        sky.rgb1 = [0.62, 0.67, 0.73]
+        sky.rgb2 = [0.80, 0.84, 0.88]
+
+
+def light_up(spec: Any) -> None:
+    """Give any scene in a spec that includes `FILM` its lights and materials, and a ring for the outcome."""
+    import mujoco
+
+    for light in list(spec.lights):
+        if light.name not in LIGHTS:
+            spec.delete(light)
+    for geom in spec.geoms:
+        if not geom.material:  # arm files often define colours alone
+            geom.material = "film_matt" if max(geom.rgba[:3]) < 0.2 else "film_paint"
     ring, size = spec.worldbody.add_body(name=RING, mocap=True), [RING_RADIUS_M, 0.0006, 0.0]
     hidden: dict[str, Any] = {"rgba": [0.0] * 4, "contype": 0, "conaffinity": 0}
     ring.add_geom(name=RING, type=mujoco.mjtGeom.mjGEOM_CYLINDER, size=size, material="outcome", **hidden)
+
+
+def add_camera(spec: Any, center: NDArray[np.float64], extent: float) -> None:
+    """Add the camera `film` to a scene of somebody else's, in front and to the side of its centre."""
+    place = center + 2.2 * extent * (CAMERA_POS - CAMERA_TARGET) / np.linalg.norm(CAMERA_POS - CAMERA_TARGET)
+    spec.worldbody.add_camera(name=CAMERA, pos=place, xyaxes=_look_at(place, center), fovy=CAMERA_FOVY)
 
 
 def _look_at(position: NDArray[np.float64], target: NDArray[np.float64]) -> list[float]:
@@ -67,12 +92,12 @@ SURFACES = ("table", "floor")
 SIDE_PX = 64
 
 
-def add_blank_textures(spec: Any) -> None:
+def add_blank_textures(spec: Any, surfaces: Sequence[str]) -> None:
     """Give each surface's material a white texture, which does not change its colour."""
     import mujoco
 
     kind = mujoco.mjtTexture.mjTEXTURE_2D
-    for name in SURFACES:
+    for name in surfaces:
         texture = spec.add_texture(name=_texture(name), type=kind, width=SIDE_PX, height=SIDE_PX, nchannel=3)
         texture.data = np.full((SIDE_PX, SIDE_PX, 3), 255, np.uint8).tobytes()
         spec.material(name).textures[mujoco.mjtTextureRole.mjTEXROLE_RGB] = _texture(name)

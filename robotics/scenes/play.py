@@ -14,11 +14,9 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from robotics.scenes.arms import ARMS
-from robotics.scenes.control import ACTION_SIZE
 from robotics.scenes.envs import SHOWN_PARTS, TabletopEnv
-from robotics.scenes.experts import Expert
-from robotics.scenes.tabletop import CONTROL_HZ
-from robotics.scenes.tabletop_tasks import SPLITS, find_task
+from robotics.scenes.package_arms import PACKAGE_ARMS
+from robotics.scenes.scene import SPLITS
 from robotics.scenes.videos import Caption, ImageStrip, VideoRenderer, video_size, write_caption, write_strips
 
 if TYPE_CHECKING:
@@ -28,8 +26,6 @@ if TYPE_CHECKING:
     from mmrl.hub.video_writing import VideoRecorder
 
 Say = Callable[[str], object]
-VIDEO_HZ = 25
-"""Frames per second of a video; the environment shows twice as many."""
 HOLD_S = 1.0
 """Time for which the end of an episode is shown."""
 
@@ -38,8 +34,8 @@ HOLD_S = 1.0
 class PlaySettings:
     """Which episodes to show, and how."""
 
-    arm: str = choice("", ["", *ARMS])
-    """panda or ur5e; empty = the arm of the policy's run, otherwise panda."""
+    arm: str = choice("", ["", *ARMS, *PACKAGE_ARMS], or_function=True)
+    """Arm, or module:Class of your own; empty = the arm of the policy's run, otherwise panda."""
     split: str = choice("held_out", SPLITS)
     """train or held_out."""
     layout: int | None = bounded(None, at_least=0)
@@ -65,22 +61,21 @@ class Actor(Protocol):
         """Begin an episode, whose number seeds random draws."""
 
     def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[np.floating]:
-        """Choose an action (5,)."""
+        """Choose an action (A,)."""
 
 
 class ExpertActor:
     """A task's scripted expert."""
 
-    def __init__(self, task: str, seed: int) -> None:
-        self._expert = Expert(task)
+    def __init__(self, seed: int) -> None:
         self.options: dict[str, Any] = {"observation": "state"}
 
     def reset(self, episode: int) -> None:
         """Nothing to reset."""
 
     def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[np.float32]:
-        """Choose an action (5,)."""
-        return self._expert.act(env.state)
+        """Choose an action (A,)."""
+        return env.expert_action()
 
 
 class RandomActor:
@@ -88,7 +83,7 @@ class RandomActor:
 
     HELD = 5
 
-    def __init__(self, task: str, seed: int) -> None:
+    def __init__(self, seed: int) -> None:
         self._seed = seed
         self._steps = 0
         self.options: dict[str, Any] = {"observation": "state"}
@@ -99,9 +94,9 @@ class RandomActor:
         self._steps = 0
 
     def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[np.float64]:
-        """Choose an action (5,)."""
+        """Choose an action (A,)."""
         if self._steps % self.HELD == 0:
-            self._action = self._rng.uniform(-1.0, 1.0, ACTION_SIZE)
+            self._action = self._rng.uniform(-1.0, 1.0, env.action_space.shape)
         self._steps += 1
         return self._action
 
@@ -118,7 +113,6 @@ def play(
     strip: Path | None = None,
 ) -> int:
     """Show episodes in a window in real time, or write them to files if any are given."""
-    find_task(task)
     if episodes < 1:
         raise UserError(f"--episodes is {episodes}; must be at least 1")
     for path, ending in ((video, ".mp4"), (strip, ".png")):
@@ -141,7 +135,10 @@ def play(
             from mmrl.hub.video_writing import VideoRecorder
 
             renderer = stack.enter_context(VideoRenderer(env.scene, video_size(settings.height)))
-            recorder = _PlayRecorder(renderer, stack.enter_context(VideoRecorder(video, VIDEO_HZ)) if video else None)
+            # every other state that the environment shows
+            rate = env.scene.control_hz * SHOWN_PARTS / 2
+            writer = stack.enter_context(VideoRecorder(video, rate)) if video else None
+            recorder = _PlayRecorder(renderer, writer, hold=round(HOLD_S * rate))
             env.watch(recorder.see)
         solved = played = 0
         for number in range(episodes):
@@ -153,10 +150,10 @@ def play(
             played += 1
             solved += info["success"]
             ending = "solved" if info["success"] else "not solved"
-            layout, seconds = f"layout {info['layout']} of {info['split']}", info["steps"] / CONTROL_HZ
+            layout, seconds = f"layout {info['layout']} of {info['split']}", info["steps"] / env.scene.control_hz
             say(f"episode {number + 1}, {layout}: {ending} in {seconds:.1f} s")
             time.sleep(HOLD_S if shown else 0.0)
-    say(f"{task}: {solved} of {played} solved")
+    say(f"{env.scene.task.name}: {solved} of {played} solved")
     if strip:
         write_strips(strip, strips)
     for path in filter(None, (video, strip)):
@@ -182,6 +179,7 @@ class _PlayRecorder:
 
     renderer: VideoRenderer
     video: VideoRecorder | None
+    hold: int  # frames of the end
     strip: ImageStrip | None = None  # of the present episode
     shown: int = 0  # states since its start
 
@@ -194,10 +192,10 @@ class _PlayRecorder:
             return
         frame = self.renderer.rgb(data, outcome=caption.outcome)
         if self.video is not None and in_video:
-            for _ in range(round(HOLD_S * VIDEO_HZ) if caption.outcome else 1):
+            for _ in range(self.hold if caption.outcome else 1):
                 self.video.add(write_caption(frame, caption))
         if self.strip is not None and in_strip:
             self.strip.add(frame, caption)
 
 
-ACTORS: dict[str, Callable[[str, int], Actor]] = {"expert": ExpertActor, "random": RandomActor}
+ACTORS: dict[str, Callable[[int], Actor]] = {"expert": ExpertActor, "random": RandomActor}

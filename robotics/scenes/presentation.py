@@ -19,8 +19,8 @@ import numpy as np
 
 from mmrl.errors import UserError
 from robotics.scenes.arms import transform
-from robotics.scenes.looks import FILM, RING, dress
-from robotics.scenes.tabletop import PIECES, scene_spec
+from robotics.scenes.looks import RING, light_up
+from robotics.scenes.tabletop import compile_scene
 from robotics.sim.rendering import Outcome, update_poses
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.scenes.arms import ArmModel
-    from robotics.scenes.tabletop_tasks import TabletopScene
+    from robotics.scenes.scene import Scene
 
 
 VARIABLE = "MUJOCO_MENAGERIE"
@@ -146,19 +146,19 @@ def _material(spec: Any, theirs: Any, name: str) -> str:
 class PresentedScene:
     """The scene of videos and windows, with the arm's meshes if `MUJOCO_MENAGERIE` is their folder."""
 
-    def __init__(self, scene: TabletopScene) -> None:
+    def __init__(self, scene: Scene) -> None:
         import mujoco
 
-        spec = scene_spec(scene.arm, tuple(scene.task.areas), scene.task.roles, FILM)
+        spec, target = scene.film_spec()
         meshes = menagerie_folder()
-        if meshes is not None:
+        if meshes is not None and scene.arm is not None and scene.arm.name in FILES:
             add_meshes(spec, scene.arm, meshes)
-        dress(spec)
-        self.model: mujoco.MjModel = spec.compile()
+        light_up(spec)
+        self.model: mujoco.MjModel = compile_scene(spec)
         """Model with the camera `film`, for drawing only."""
         self.data: mujoco.MjData = mujoco.MjData(self.model)
-        roles = scene.task.roles
-        self._target = self.model.site(PIECES[roles.goal or roles.first].handle).id
+        self._target = int(self.model.site(target).id) if target else None
+        self._ring_rises = scene.ring_rises
         self._ring = int(self.model.body(RING).mocapid[0])
         self._ring_geom = int(self.model.geom(RING).id)
 
@@ -171,10 +171,10 @@ class PresentedScene:
         self.data.mocap_pos[:mocaps] = data.mocap_pos
         self.data.mocap_quat[:mocaps] = data.mocap_quat
         update_poses(self.model, self.data)
-        self.model.geom_rgba[self._ring_geom] = [*COLOURS[outcome], float(bool(outcome))]
-        if outcome:
+        self.model.geom_rgba[self._ring_geom] = [*COLOURS[outcome], float(bool(outcome) and self._target is not None)]
+        if outcome and self._target is not None:
             # the goal's place is only known once the poses are up to date, hence the second update
-            self.data.mocap_pos[self._ring] = self.data.site_xpos[self._target] * [1.0, 1.0, 0.0]
+            self.data.mocap_pos[self._ring] = self.data.site_xpos[self._target] * [1.0, 1.0, self._ring_rises]
             update_poses(self.model, self.data)
 
 

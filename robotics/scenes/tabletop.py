@@ -6,7 +6,9 @@ places (zone, plate, cabinet) are set down at the start of an episode and do not
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -97,13 +99,13 @@ class SceneSensors:
         nowhere, upright = np.zeros((*leading, 3)), np.broadcast_to([1.0, 0.0, 0.0], (*leading, 3))
         return SceneReading(
             grip=values["grip_pos"],
-            yaw=_heading(values["grip_axis"]),
+            yaw=heading(values["grip_axis"]),
             opening=values["left_finger"][..., 0] + values["right_finger"][..., 0],
             first=values["first_pos"],
-            first_yaw=_heading(values["first_axis"]),
+            first_yaw=heading(values["first_axis"]),
             first_speed=_length(values["first_velocity"]),
             second=values.get("second_pos", nowhere),
-            second_yaw=_heading(values.get("second_axis", upright)),
+            second_yaw=heading(values.get("second_axis", upright)),
             goal=values.get("goal_pos", nowhere),
             drawer=values["drawer"][..., 0] if "drawer" in values else np.zeros(leading),
         )
@@ -126,17 +128,57 @@ class SceneSensors:
 
 
 def include_files(name: str, files: Sequence[Path]) -> mujoco.MjSpec:
-    """Spec of a scene made of MJCF files: included rather than attached, so names keep no prefix."""
+    """Spec of a scene made of the suite's own MJCF files."""
     import mujoco
 
     parts = "".join(f"<include file={quoteattr(str(file))}/>" for file in files)
     return mujoco.MjSpec.from_string(f"<mujoco model={quoteattr(name)}>{parts}</mujoco>")
 
 
+def add_model(spec: Any, other: Any) -> None:
+    """Add all of another spec to a spec, with the names that it has; each keeps its own compiler settings."""
+    remove_keys(other)
+    with _without_prefix_warning():
+        spec.attach(other, frame=spec.worldbody.add_frame(), prefix="")
+
+
+def remove_keys(spec: Any) -> None:
+    """Remove the keyframes, whose numbers would be too few for a larger scene."""
+    for key in list(spec.keys):
+        spec.delete(key)
+
+
+def compile_scene(spec: Any) -> mujoco.MjModel:
+    """Compile a spec that others were added to."""
+    with _without_prefix_warning():
+        return spec.compile()  # type: ignore[no-any-return]
+
+
+@contextmanager
+def _without_prefix_warning() -> Iterator[None]:
+    """Hide MuJoCo's warning that a spec attached without a prefix may not be saved as XML, which no scene is."""
+    import mujoco
+
+    # MuJoCo before 4.0 has no such handler
+    handle = getattr(mujoco, "set_mju_user_warning", lambda _: None)
+    handle(lambda _: None)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Attach")  # nor do options of the other spec count
+            yield
+    finally:
+        handle(None)
+
+
 def scene_spec(arm: ArmModel, pieces: Sequence[str], roles: Roles, *more: Path) -> mujoco.MjSpec:
     """An arm and some pieces at the table, with the contents of more files; not compiled yet."""
-    files = [ASSETS / "tabletop.xml", arm.path, *(ASSETS / "drawer.xml" for name in pieces if name == "drawer"), *more]
-    spec = include_files(f"tabletop_{arm.name}", files)
+    import mujoco
+
+    spec = include_files(f"tabletop_{arm.name}", [ASSETS / "tabletop.xml", *more])
+    # attached and not included: an arm of somebody else's may have other units and folders than the table
+    add_model(spec, arm.spec())
+    for _ in [name for name in pieces if name == "drawer"]:
+        add_model(spec, mujoco.MjSpec.from_file(str(ASSETS / "drawer.xml")))
     for name in pieces:
         piece = PIECES[name]
         if piece.kind == "cube":
@@ -232,7 +274,8 @@ def _add_sensors(spec: Any, arm: ArmModel, roles: Roles) -> None:
         spec.add_sensor(name=label, type=kind, objtype=objtype, objname=target)
 
 
-def _heading(axis: NDArray[np.float64]) -> NDArray[np.float64]:
+def heading(axis: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Yaw (...) of axes (..., 3), in radians."""
     return np.arctan2(axis[..., 1], axis[..., 0])
 
 

@@ -10,19 +10,25 @@ piece at rest and an open gripper.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mmrl.errors import UserError
 from robotics.scenes.arms import start_arm
-from robotics.scenes.looks import add_blank_textures
+from robotics.scenes.control import ACTION_NAMES, HOLD, CartesianController, ControlSettings
+from robotics.scenes.experts import Expert
+from robotics.scenes.looks import FILM, SURFACES, dress
+from robotics.scenes.scene import SPLITS, Scene, check_choice, rotations
 from robotics.scenes.tabletop import (
+    CONTROL_HZ,
     CUBE_HALF_M,
+    PHYSICS_STEPS,
     PIECES,
+    PROPRIO_SIZE,
+    STATE_NAMES,
     Layout,
     Roles,
     SceneReading,
@@ -30,7 +36,7 @@ from robotics.scenes.tabletop import (
     place_pieces,
     scene_spec,
 )
-from robotics.scenes.variant import SceneVariant, draw_variant
+from robotics.scenes.variant import SceneParts
 from robotics.sim.randomization import RandomizationConfig
 
 if TYPE_CHECKING:
@@ -38,11 +44,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from robotics.scenes.arms import ArmModel
-    from robotics.sim.episodes import EpisodeSpec
-    from robotics.sim.interface import SceneSteps
 
-SPLITS = ("train", "held_out")
-REWARDS = ("sparse", "dense")
 SQUARE_M = 0.06
 """Size of a square of the checkerboard."""
 LAYOUTS = 2**31
@@ -79,8 +81,17 @@ class TabletopTask:
         return np.where(self.success(reading), 1.0, 0.95 * np.clip(self.progress(reading), 0.0, 1.0))
 
 
-class TabletopScene:
-    """A task at a table with an arm: the model, initial states and scores for `ImageRollout`."""
+class TabletopScene(Scene):
+    """A task at a table with an arm."""
+
+    arm: ArmModel
+    task: TabletopTask
+    state_names = STATE_NAMES
+    proprio_size = PROPRIO_SIZE
+    action_names = ACTION_NAMES
+    control_hz = CONTROL_HZ
+    substeps = PHYSICS_STEPS
+    ring_rises = 0.0
 
     def __init__(
         self,
@@ -90,44 +101,41 @@ class TabletopScene:
         reward: str = "sparse",
         randomization: RandomizationConfig | None = None,
     ) -> None:
-        _check_choice("split", split, SPLITS)
-        _check_choice("reward", reward, REWARDS)
-        self.task = task
         self.arm = arm
-        self.split = split
-        self.reward = reward
-        self.randomization = randomization or RandomizationConfig()
-        spec = scene_spec(arm, tuple(task.areas), task.roles)
-        # a part that is off must not change the model
-        if "textures" in self.randomization.active():
-            add_blank_textures(spec)
-        self.model = spec.compile()
-        self.sensors = SceneSensors(self.model)
+        super().__init__(task, scene_spec(arm, tuple(task.areas), task.roles), split, reward, randomization)
+        self.sensors: SceneSensors = SceneSensors(self.model)
+        first = int(self.model.jnt_bodyid[int(self.model.joint(arm.joints[0]).id)])
+        self.parts = SceneParts(
+            pieces={name: PIECES[name].body for name in task.areas},
+            servos=dict(zip(arm.joints, arm.actuators(self.model)[:-1], strict=True)),
+            robot=(int(self.model.body_rootid[first]),),
+            surfaces=SURFACES,
+            noise=STATE_NOISE,
+            hold=HOLD,
+        )
 
-    def for_split(self, split: str) -> TabletopScene:
-        """The same scene and model, with layouts of a split."""
-        _check_choice("split", split, SPLITS)
-        other = copy.copy(self)
-        other.split = split
-        return self if split == self.split else other
+    def surfaces(self, spec: Any) -> tuple[str, ...]:
+        """Table and floor."""
+        return SURFACES
 
-    def variant(self, episode: EpisodeSpec) -> SceneVariant | None:
-        """Draw an episode's variant, with a copy of the model; None for the nominal scene."""
-        if not self.randomization.active() or episode.draw is None:
-            return None
-        # a copy, because other rows share the scene's model
-        return draw_variant(copy.copy(self.model), self.arm, tuple(self.task.areas), self.randomization, episode)
+    def controller(self, settings: ControlSettings | None = None) -> CartesianController:
+        """Make the Cartesian controller."""
+        return CartesianController(self.arm, settings)
+
+    def expert(self, sensordata: NDArray[np.float64], commands: NDArray[np.float64]) -> NDArray[np.float32]:
+        """(R, 5) actions of the scripted expert."""
+        return Expert(self.task.name).act(self.sensors.state(sensordata, commands))
+
+    def film_spec(self) -> tuple[Any, str]:
+        """The table with legs on a tiled floor."""
+        spec, roles = scene_spec(self.arm, tuple(self.task.areas), self.task.roles, FILM), self.task.roles
+        dress(spec)
+        return spec, PIECES[roles.goal or roles.first].handle
 
     def reset(self, model: mujoco.MjModel, data: mujoco.MjData, rng: np.random.Generator) -> None:
         """Put arm and pieces at the start of an episode."""
         start_arm(model, data, self.arm)
         place_pieces(model, data, draw_layout(self.task.areas, self.task.apart_m, self.split, rng))
-
-    def score(self, steps: SceneSteps) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Reward and success of each control step."""
-        reading = self.sensors.read(steps.sensordata)
-        done = self.task.success(reading)
-        return (self.task.dense_reward(reading) if self.reward == "dense" else done.astype(np.float64)), done
 
     def object_poses(self, qpos: NDArray[np.float64], sensordata: NDArray[np.float64]) -> NDArray[np.float64]:
         """(R, 4, 4) T_world_object of the first piece: of a cube its body, of the drawer its handle.
@@ -138,24 +146,24 @@ class TabletopScene:
         poses = np.tile(np.eye(4), (len(qpos), 1, 1))
         if PIECES[name].kind == "cube":
             start = int(self.model.jnt_qposadr[int(self.model.body(PIECES[name].body).jntadr[0])])
-            poses[:, :3, 3], poses[:, :3, :3] = qpos[:, start : start + 3], _rotations(qpos[:, start + 3 : start + 7])
+            poses[:, :3, 3], poses[:, :3, :3] = qpos[:, start : start + 3], rotations(qpos[:, start + 3 : start + 7])
             return poses
         reading = self.sensors.read(sensordata)
         turned = np.stack([np.cos(reading.first_yaw / 2), *np.zeros((2, len(qpos))), np.sin(reading.first_yaw / 2)], -1)
-        poses[:, :3, 3], poses[:, :3, :3] = reading.first, _rotations(turned)
+        poses[:, :3, 3], poses[:, :3, :3] = reading.first, rotations(turned)
         return poses
 
 
 def find_task(name: str) -> TabletopTask:
     """Row of `TASKS` with a name; raises UserError if it does not exist."""
     if name not in TASKS:
-        raise UserError(f"unknown task {name!r}; available: {', '.join(TASKS)}")
+        raise UserError(f"unknown task {name!r}; available: {', '.join(TASKS)}, or module:Class")
     return TASKS[name]
 
 
 def layout_seed(split: str, layout: int) -> int:
     """Seed of a layout; the splits share no seed."""
-    _check_choice("split", split, SPLITS)
+    check_choice("split", split, SPLITS)
     if not 0 <= layout < LAYOUTS:
         raise UserError(f"layout is {layout}; must be 0 to {LAYOUTS - 1}")
     # even seeds for one split, odd ones for the other
@@ -179,11 +187,6 @@ def draw_layout(
     raise RuntimeError(f"no layout of {', '.join(areas)} was found in {MAX_DRAWS} draws")
 
 
-def _check_choice(name: str, value: str, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise UserError(f"{name} is {value!r}; must be {' or '.join(known)}")
-
-
 def _draw_pose(area: Area, rng: np.random.Generator) -> tuple[float, float, float]:
     x = rng.uniform(*area.x_m)
     y = rng.uniform(*area.y_m)
@@ -193,17 +196,6 @@ def _draw_pose(area: Area, rng: np.random.Generator) -> tuple[float, float, floa
 
 def _on_square(x: float, y: float, split: str) -> bool:
     return int(np.floor(x / SQUARE_M) + np.floor(y / SQUARE_M)) % 2 == SPLITS.index(split)
-
-
-def _rotations(quaternions: NDArray[np.float64]) -> NDArray[np.float64]:
-    """(R, 3, 3) of quaternions (R, 4), w first."""
-    w, x, y, z = np.moveaxis(quaternions / np.linalg.norm(quaternions, axis=-1, keepdims=True), -1, 0)
-    rows = [
-        [1 - 2 * (y * y + z * z), 2 * (x * y - w * z), 2 * (x * z + w * y)],
-        [2 * (x * y + w * z), 1 - 2 * (x * x + z * z), 2 * (y * z - w * x)],
-        [2 * (x * z - w * y), 2 * (y * z + w * x), 1 - 2 * (x * x + y * y)],
-    ]
-    return np.moveaxis(np.array(rows), -1, 0)
 
 
 def _gap(one: NDArray[np.float64], other: NDArray[np.float64], axes: int = 3) -> NDArray[np.float64]:
@@ -270,6 +262,14 @@ def _open_progress(found: SceneReading) -> NDArray[np.float64]:
     return 0.3 * _nearness(_gap(found.grip, found.first), 0.1) + 0.7 * np.clip(found.drawer / DRAWER_M, 0.0, 1.0)
 
 
+STATE_NOISE = (
+    *(3 * ("position_m",)),
+    *("yaw_rad", "opening_m"),
+    *(5 * ("",)),  # what the robot was commanded is known exactly
+    *(2 * (*(3 * ("pieces_m",)), "pieces_rad")),
+    *(4 * ("pieces_m",)),
+)
+"""Field of `NoiseLevels` of each entry of the state."""
 TOUCH_M = 0.035
 ZONE_M = 0.04
 PLATE_M = 0.045

@@ -9,22 +9,19 @@ MuJoCo derives from masses (`mj_setConst`).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from robotics.scenes.control import ACTION_SIZE, OPEN
-from robotics.scenes.looks import SURFACES, draw_pattern, write_texture
-from robotics.scenes.tabletop import PIECES, PROPRIO_SIZE, STATE_SIZE
+from robotics.scenes.looks import draw_pattern, write_texture
 from robotics.sim.randomization import NoiseLevels, RandomizationConfig, Stream, draw_delays, is_on
 
 if TYPE_CHECKING:
     import mujoco
     from numpy.typing import NDArray
 
-    from robotics.scenes.arms import ArmModel
     from robotics.sim.episodes import EpisodeSpec
 
 
@@ -36,17 +33,28 @@ LOWEST_FOVY_DEG, HIGHEST_FOVY_DEG = 5.0, 150.0
 
 
 @dataclass(frozen=True)
+class SceneParts:
+    """What a randomisation changes in a scene."""
+
+    pieces: Mapping[str, str]  # body by name
+    servos: Mapping[str, int]  # id of the actuator by joint or name, from the base to the hand
+    robot: tuple[int, ...]  # ids of the robot's root bodies
+    surfaces: tuple[str, ...]  # materials that take patterns
+    noise: tuple[str, ...]  # field of `NoiseLevels` of each entry of the full state; "" = exact
+    hold: NDArray[np.float64]  # (A,) action that moves nothing
+
+
+@dataclass(frozen=True)
 class Layer:
     """A model to write to, and what is needed to write."""
 
     model: mujoco.MjModel
-    arm: ArmModel
-    pieces: tuple[str, ...]  # keys of `PIECES`
+    parts: SceneParts
     stream: Stream
 
     def bodies_of(self, piece: str) -> NDArray[np.int64]:
         """Ids of the bodies of a piece."""
-        root = int(self.model.body(PIECES[piece].body).id)
+        root = int(self.model.body(self.parts.pieces[piece]).id)
         return np.flatnonzero(self.model.body_rootid == root)
 
     def geoms_of(self, bodies: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -56,15 +64,12 @@ class Layer:
     @property
     def arm_bodies(self) -> NDArray[np.int64]:
         """Ids of the bodies of the arm."""
-        first = int(self.model.jnt_bodyid[int(self.model.joint(self.arm.joints[0]).id)])
-        return np.flatnonzero(self.model.body_rootid == self.model.body_rootid[first])
+        return np.flatnonzero(np.isin(self.model.body_rootid, self.parts.robot))
 
 
-def vary_model(
-    model: mujoco.MjModel, config: RandomizationConfig, arm: ArmModel, pieces: tuple[str, ...], stream: Stream
-) -> Draws:
+def vary_model(model: mujoco.MjModel, config: RandomizationConfig, parts: SceneParts, stream: Stream) -> Draws:
     """Draw and write everything that belongs to a model."""
-    layer, found = Layer(model, arm, pieces, stream), Draws()
+    layer, found = Layer(model, parts, stream), Draws()
     for name, vary in VARY.items():
         part = getattr(config, name)
         if is_on(part):
@@ -123,7 +128,7 @@ def _vary_camera(layer: Layer, ranges: Any) -> Draws:
 
 def _vary_colours(layer: Layer, ranges: Any) -> Draws:
     model, found = layer.model, Draws()
-    things = [(name, layer.geoms_of(layer.bodies_of(name)), ranges.pieces) for name in layer.pieces]
+    things = [(name, layer.geoms_of(layer.bodies_of(name)), ranges.pieces) for name in layer.parts.pieces]
     things.append(("robot", layer.geoms_of(layer.arm_bodies), ranges.robot))
     taken = np.concatenate([geoms for _, geoms, _ in things])
     rest = np.setdiff1d(np.arange(model.ngeom), taken)
@@ -147,7 +152,7 @@ def _shift_colours(model: mujoco.MjModel, geoms: NDArray[np.int64], shift: NDArr
 
 def _vary_textures(layer: Layer, ranges: Any) -> Draws:
     found = Draws()
-    for surface in SURFACES:
+    for surface in layer.parts.surfaces:
         rng = layer.stream("textures", surface)
         kind, contrast = str(rng.choice(ranges.patterns)), float(ranges.contrast * rng.uniform())
         write_texture(layer.model, surface, draw_pattern(kind, contrast, rng))
@@ -166,7 +171,7 @@ def _vary_mass(layer: Layer, ends: Any) -> Draws:
     import mujoco
 
     model, found = layer.model, Draws()
-    for name in layer.pieces:
+    for name in layer.parts.pieces:
         bodies = layer.bodies_of(name)
         # a piece that does not move has no mass to vary
         if model.body_mass[bodies].any() and model.body_dofnum[bodies].any():
@@ -180,8 +185,7 @@ def _vary_mass(layer: Layer, ends: Any) -> Draws:
 def _vary_servo_gain(layer: Layer, ends: Any) -> Draws:
     """Force = kp (target - angle) - kv velocity, both scaled alike; the force limit stays."""
     model, found = layer.model, Draws()
-    for name in layer.arm.joints:
-        number = int(model.actuator(name).id)
+    for name, number in layer.parts.servos.items():
         factor = found[f"servo_gain.{name}"] = float(layer.stream("servo_gain", name).uniform(*ends))
         # kp in the gain, -kp and -kv in the bias
         model.actuator_gainprm[number, 0] *= factor
@@ -224,10 +228,6 @@ VARY: dict[str, Callable[[Layer, Any], Draws]] = {
 """Functions by part of `RandomizationConfig`."""
 
 
-HOLD = np.array([*(ACTION_SIZE - 1) * [0.0], OPEN])
-"""The action before the first one arrives: no motion, gripper open."""
-
-
 @dataclass(frozen=True)
 class SceneVariant:
     """One episode's draw of the domain randomisation."""
@@ -238,14 +238,14 @@ class SceneVariant:
     observation_delay: int  # control steps
     noise: NoiseLevels
     stream: Stream
+    scale: NDArray[np.float64]  # (S,) standard deviation of the noise on each entry of the full state
 
     def noisy_state(self, state: NDArray[np.float32], step: int) -> NDArray[np.float32]:
-        """Measured state (22,) or (10,) with the noise of a control step of the episode."""
-        scale = noise_scale(self.noise)
-        if not scale.any():
+        """Measured state, full or its leading part, with the noise of a control step of the episode."""
+        if not self.scale.any():
             return state
         # always for the full state: a policy that sees less of it gets the same noise on what it sees
-        noise = self.stream("state_noise", step).standard_normal(STATE_SIZE) * scale
+        noise = self.stream("state_noise", step).standard_normal(len(self.scale)) * self.scale
         return (state + noise[: len(state)]).astype(np.float32)
 
     def noisy_image(self, image: NDArray[np.uint8], step: int, view: str = "") -> NDArray[np.uint8]:
@@ -259,28 +259,30 @@ class SceneVariant:
 
 
 def draw_variant(
-    model: mujoco.MjModel, arm: ArmModel, pieces: tuple[str, ...], config: RandomizationConfig, episode: EpisodeSpec
+    model: mujoco.MjModel, parts: SceneParts, config: RandomizationConfig, episode: EpisodeSpec
 ) -> SceneVariant:
     """Draw an episode's variant and write it into a model."""
     stream = Stream(config.seed, episode)
-    drawn = vary_model(model, config, arm, pieces, stream)
+    drawn = vary_model(model, config, parts, stream)
     delays, noise = draw_delays(config, stream), config.sensor_noise
     levels = {f"sensor_noise.{name}": value for name, value in vars(noise).items() if is_on(value)}
     late = delays.get("action_delay", 0), delays.get("observation_delay", 0)
     drawn |= delays
     drawn |= levels
-    return SceneVariant(model, drawn, *late, noise, stream)
+    scale = np.array([getattr(noise, kind) if kind else 0.0 for kind in parts.noise])
+    return SceneVariant(model, drawn, *late, noise, stream, scale)
 
 
 class ActionDelay:
     """Executes each action a number of control steps after it was given."""
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int, hold: NDArray[np.float64]) -> None:
         self._steps = steps
-        self._waiting: NDArray[np.float64] = np.tile(HOLD, (steps, 1))
+        # before the first action arrives: no motion, gripper open
+        self._waiting: NDArray[np.float64] = np.tile(hold, (steps, 1))
 
     def __call__(self, actions: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Take a chunk of actions (K, 5) and return the K that are executed now."""
+        """Take a chunk of actions (K, A) and return the K that are executed now."""
         if not self._steps:
             return actions
         queue = np.concatenate([self._waiting, actions])
@@ -320,12 +322,3 @@ class ObservationDelay:
         # copied: data goes on changing
         self._past.append((state, np.array(data.sensordata)))
         self._lib.mj_setState(self._model, self.data, self._past[0][0], self._state)
-
-
-def noise_scale(noise: NoiseLevels) -> NDArray[np.float64]:
-    """(22,) standard deviation of each entry of the full state; 0 for what the robot was commanded."""
-    measured = [*3 * [noise.position_m], noise.yaw_rad, noise.opening_m]
-    commanded = (PROPRIO_SIZE - len(measured)) * [0.0]
-    piece = [*3 * [noise.pieces_m], noise.pieces_rad]
-    goal_and_drawer = 4 * [noise.pieces_m]
-    return np.array([*measured, *commanded, *piece, *piece, *goal_and_drawer])

@@ -24,9 +24,7 @@ from gymnasium.vector.utils import batch_space
 from mmrl.errors import UserError
 from mmrl.workers.vector.env import row_seeds, rows_to_reset
 from robotics.scenes.batch import BatchSettings, TabletopBatch
-from robotics.scenes.control import ACTION_SIZE
 from robotics.scenes.envs import observation_space
-from robotics.scenes.tabletop import CONTROL_HZ
 from robotics.scenes.tabletop_tasks import LAYOUTS, layout_seed
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
 
@@ -38,9 +36,9 @@ STATE_KEYS = {"full": "state", "proprio": "proprio"}
 
 
 class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
-    """N tabletop episodes in the threads of this process.
+    """N episodes of tabletop tasks, or of your own, in the threads of this process.
 
-    Observations are a dictionary: `state` (N, 22) or `proprio` (N, 10) float32, see `TabletopEnv`; with images `rgb`
+    Observations are a dictionary: `state` (N, S) or `proprio` (N, 10) float32, see `TabletopEnv`; with images `rgb`
     (N, H, W, 3) uint8, and with further cameras `views` (N, V, H, W, 3) uint8. `infos` has success, instruction, layout
     and split, and randomization where something is randomised. The autoreset modes are those of Gymnasium's vector
     environments, see `mmrl.workers.PoolVectorEnv`.
@@ -49,9 +47,9 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
     observation, and `failed` and `failure`, the reason, in its info.
 
     Args:
-        task: key in `TASKS`, or a list with one per environment.
+        task: key in `TASKS` or module:Class of your own `MjcfTask`, or a list with one per environment.
         num_envs: N.
-        arm: key in `ARMS`.
+        arm: key in `ARMS`, or module:Class of your own `ArmModel`.
         settings: observation, reward, horizon and control.
         split: split from which layouts are drawn.
         autoreset_mode: when the next episode begins.
@@ -87,23 +85,26 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         layout_seed(split, 0)  # refuses a split that does not exist
         self.num_envs = num_envs
         self.split = split
-        self._tasks = tasks
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self._failed_reward = failed_reward
         names = list(dict.fromkeys(tasks))
         self.batch = TabletopBatch(names, arm, settings, workers=workers, backend=backend)
         """The simulator; see its `full_state` and `counts`."""
+        named = dict(zip(names, self.batch.tasks(), strict=True))
+        self._tasks = [named[name] for name in tasks]
         self._key = STATE_KEYS[self.batch.settings.state]
         kinds = [self._key, *(["rgb"] if self.batch.image_size else []), *(["views"] if self.batch.views else [])]
-        space = observation_space(kinds, self.batch.image_size or (0, 0), len(self.batch.views))
+        sizes = {self._key: self.batch.state_size}
+        space = observation_space(kinds, self.batch.image_size or (0, 0), len(self.batch.views), sizes)
         self._seen: dict[str, NDArray[Any]] = {
             name: np.zeros((num_envs, *(space[name].shape or ())), space[name].dtype) for name in kinds
         }
         self.single_observation_space = space
-        self.single_action_space = spaces.Box(-1.0, 1.0, (ACTION_SIZE,), np.float32)
+        self.single_action_space = spaces.Box(-1.0, 1.0, (self.batch.action_size,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, num_envs)
         self.action_space = batch_space(self.single_action_space, num_envs)
-        self.metadata = {"render_modes": ["rgb_array"], "render_fps": CONTROL_HZ, "autoreset_mode": self.autoreset_mode}
+        rate = self.batch.control_hz
+        self.metadata = {"render_modes": ["rgb_array"], "render_fps": rate, "autoreset_mode": self.autoreset_mode}
         self.render_mode = "rgb_array" if "rgb" in kinds else None
         self._rngs: list[np.random.Generator | None] = [None] * num_envs
         self._layouts = [-1] * num_envs
@@ -146,18 +147,18 @@ class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
         return self._look(), self._join(infos)
 
     def step(self, actions: Any) -> Step:
-        """Move every arm for one control step, a tenth of a second; terminations are solved tasks.
+        """Move every arm for one control step, a tenth of a second at the table; terminations are solved tasks.
 
         Args:
-            actions: (N, 5) dx, dy, dz, dyaw, gripper; clipped to -1..1.
+            actions: (N, A), at the table dx, dy, dz, dyaw, gripper; clipped to -1..1.
 
         Raises:
             UserError: the actions have another shape or are not finite, or an episode has to be begun first.
         """
         self._check_open()
         given = np.asarray(actions)
-        if given.shape != (self.num_envs, ACTION_SIZE):
-            raise UserError(f"actions have the shape {given.shape}; expected {(self.num_envs, ACTION_SIZE)}")
+        if given.shape != (self.num_envs, self.batch.action_size):
+            raise UserError(f"actions have the shape {given.shape}; expected {(self.num_envs, self.batch.action_size)}")
         if not self._begun or (self.autoreset_mode is AutoresetMode.DISABLED and self._over.any()):
             row = int(np.argmax(self._over))
             raise UserError(

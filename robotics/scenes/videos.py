@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from PIL import Image
 
-    from robotics.scenes.tabletop_tasks import TabletopScene
+    from robotics.scenes.scene import Scene
 
 
 VIDEO_SIZE = (480, 640)
@@ -45,7 +45,7 @@ class Caption:
 class VideoRenderer:
     """Draws a scene for human viewers: lights with shadows, materials, the camera `film`, and how the episode ended."""
 
-    def __init__(self, scene: TabletopScene, size: tuple[int, int] = VIDEO_SIZE, backend: str | None = None) -> None:
+    def __init__(self, scene: Scene, size: tuple[int, int] = VIDEO_SIZE, backend: str | None = None) -> None:
         self._presented = PresentedScene(scene)
         settings = RenderSettings(size[1], size[0], CAMERA, shadows=True, multisampling=True, reuse_static=False)
         self._renderer = FrameRenderer(self._presented.model, settings, backend)

@@ -21,13 +21,13 @@ from robotics.scenes.videos import Caption
 if TYPE_CHECKING:
     import mujoco
 
-    from robotics.scenes.tabletop_tasks import TabletopScene
+    from robotics.scenes.scene import Scene
 
 
 class SceneViewer:
     """A window that shows a scene in real time."""
 
-    def __init__(self, scene: TabletopScene) -> None:
+    def __init__(self, scene: Scene) -> None:
         check_display()
         import mujoco.viewer
 

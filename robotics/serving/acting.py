@@ -11,8 +11,8 @@ import torch
 from mmrl.errors import UserError
 from mmrl.training.processes import make_generator
 from robotics.policies.base.action_policy import PolicyInputs
-from robotics.scenes.control import ACTION_NAMES, ACTION_SIZE
-from robotics.scenes.tabletop import CONTROL_HZ, PROPRIO_SIZE, STATE_NAMES, STATE_SIZE
+from robotics.scenes.envs import state_sizes
+from robotics.scenes.mjcf_task import open_scene
 from robotics.serving.observations import ServeConfig
 from robotics.serving.opening import open_served_policy
 from robotics.serving.queue import choose_chunks
@@ -24,13 +24,12 @@ if TYPE_CHECKING:
 
     from robotics.scenes.envs import TabletopEnv
 
-STATES = {STATE_SIZE: "state", PROPRIO_SIZE: "proprio"}
 ANY_SIDE = 64
 """Image size in pixels for a policy that accepts any size and whose run is unknown."""
 
 
 class PolicyActor:
-    """A policy that acts at the table as in the evaluations of its run."""
+    """A policy that acts in a task's scene as in the evaluations of its run."""
 
     def __init__(
         self,
@@ -39,15 +38,18 @@ class PolicyActor:
         seed: int = 0,
         step: int | None = None,
         allow: Sequence[str] = (),
+        task: str = "reach",
     ) -> None:
         self._served = open_served_policy(folder, ServeConfig(temperature=temperature, seed=seed), step, allow)
         self._seed = seed
         policy, run = self._served.policy, self._served.about.get("sim", {})
         if run.get("kind", "tabletop") != "tabletop":
             raise UserError(f"{folder} was trained in the simulator {run['kind']}; only tabletop tasks can be played")
-        if policy.action_size != ACTION_SIZE:
+        scene = open_scene(task, run.get("arm", "panda"))
+        if policy.action_size != len(scene.action_names):
             raise UserError(
-                f"the actions of {folder} have {policy.action_size} entries, but tabletop actions have {ACTION_SIZE}"
+                f"the actions of {folder} have {policy.action_size} entries, but those of {task} have "
+                f"{len(scene.action_names)}"
             )
         views = self._served.format.views
         if views != len(run.get("views", ())):
@@ -57,19 +59,21 @@ class PolicyActor:
             )
         self._n_action_steps = int(self._served.about.get("n_action_steps", policy.chunk))
         size, state_size = self._served.format.image_size, self._served.format.state_size
-        if state_size not in (None, *STATES):
-            known = ", ".join(f"{name} with {entries}" for entries, name in STATES.items())
-            raise UserError(f"{folder} reads a state of {state_size} entries, but the tabletop has {known}")
-        self._state = STATES[state_size] if state_size is not None else ""
-        table = RobotInterface(STATE_NAMES[: state_size or 0] or None, ACTION_NAMES, None, CONTROL_HZ)
+        states = {entries: name for name, entries in state_sizes(scene).items()}
+        if state_size not in (None, *states):
+            known = ", ".join(f"{name} with {entries}" for entries, name in states.items())
+            raise UserError(f"{folder} reads a state of {state_size} entries, but {task} has {known}")
+        self._state = states[state_size] if state_size is not None else ""
+        names = scene.state_names[: state_size or 0] or None
+        table = RobotInterface(names, scene.action_names, None, scene.control_hz)
         differences = self._served.format.interface.differences(table)
         if differences:
-            raise UserError("; ".join(text.format(str(folder), "the tabletop") for text in differences.values()))
+            raise UserError("; ".join(text.format(str(folder), f"the task {task}") for text in differences.values()))
         kinds = [*([self._state] if self._state else []), *(["rgb"] if size else [])]
         self.options: dict[str, Any] = {
             "observation": kinds or ["proprio"],
             "image_size": tuple(side or ANY_SIDE for side in size or (None, None)),
-            "camera": run.get("camera") or "front",
+            "camera": run.get("camera", ""),
             "views": tuple(run.get("views", ())),
             "arm": run.get("arm", "panda"),
         }
@@ -82,7 +86,7 @@ class PolicyActor:
         self._recent = RecentObservations(self._served.policy.past)
 
     def act(self, env: TabletopEnv, observation: dict[str, Any]) -> NDArray[Any]:
-        """Choose an action (5,): the next one of the chunk, or the first of a new chunk."""
+        """Choose an action (A,): the next one of the chunk, or the first of a new chunk."""
         names = {"images": "rgb", "state": self._state, "views": "views"}
         seen = {name: observation[key] for name, key in names.items() if key in observation}
         self._recent.add(seen)

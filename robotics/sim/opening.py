@@ -27,7 +27,8 @@ class SimConfig:
     `RobotSim`."""
     tasks: list[str] = field(default_factory=list)
     """Tasks of the simulator; empty = reach (tabletop), all tasks (libero, metaworld), Lift (robosuite), FetchReach-v4
-    (gymnasium_robotics). robosuite and gymnasium_robotics run a single task."""
+    (gymnasium_robotics). robosuite and gymnasium_robotics run a single task. tabletop: also module:Class of your own
+    `MjcfTask`."""
     image_size: int = bounded(64, at_least=0)
     """Side length of the images in pixels; 0 = no images. gymnasium: images are resized by area averaging; non-square
     images get black bars, or are stretched with `fit: stretch` in options.adapter."""
@@ -43,7 +44,7 @@ class SimConfig:
     workers: int = bounded(0, at_least=0)
     """Number of threads (tabletop) or processes; 0 = one per usable core."""
     arm: str = rare("panda")
-    """tabletop: panda or ur5e."""
+    """tabletop: panda, ur5e, or with the extra `arms` iiwa14, ur10e and fr3; or module:Class of your own `ArmModel`."""
     state: str = rare("proprio")
     """tabletop: proprio = the robot's own state; full = also the poses of all pieces."""
     physics: str = rare(only_with(choice("mujoco", ("mujoco", "warp")), kind="tabletop"))

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -118,8 +119,8 @@ def test_a_saved_policy_is_recorded(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"action_size": 7}, "have 7 entries, but tabletop actions have 5"),
-        ({"state_size": 3}, "reads a state of 3 entries, but the tabletop has state with 22, proprio with 10"),
+        ({"action_size": 7}, "have 7 entries, but those of reach have 5"),
+        ({"state_size": 3}, "reads a state of 3 entries, but reach has state with 22, proprio with 10"),
     ],
 )
 def test_policies_of_other_robots_are_refused(changes, message, tmp_path):
@@ -129,12 +130,13 @@ def test_policies_of_other_robots_are_refused(changes, message, tmp_path):
 
 
 def test_random_actions_repeat_with_their_seed():
-    one, same, other = RandomActor("reach", 3), RandomActor("reach", 3), RandomActor("reach", 4)
+    one, same, other = RandomActor(3), RandomActor(3), RandomActor(4)
     for actor in (one, same, other):
         actor.reset(1)
-    first = [one.act(None, {}) for _ in range(6)]
-    np.testing.assert_array_equal(first, [same.act(None, {}) for _ in range(6)])
-    assert not np.array_equal(first[0], other.act(None, {}))
+    env = SimpleNamespace(action_space=SimpleNamespace(shape=(5,)))
+    first = [one.act(env, {}) for _ in range(6)]
+    np.testing.assert_array_equal(first, [same.act(env, {}) for _ in range(6)])
+    assert not np.array_equal(first[0], other.act(env, {}))
     assert np.array_equal(first[0], first[4])
     assert not np.array_equal(first[4], first[5])
 

@@ -76,7 +76,7 @@ def changed(model, nominal):
 
 def varied(scene, config, episode=PUSH):
     model = copy.copy(scene.model)
-    drawn = vary_model(model, config, scene.arm, tuple(scene.task.areas), Stream(config.seed, episode))
+    drawn = vary_model(model, config, scene.parts, Stream(config.seed, episode))
     return model, drawn
 
 

@@ -37,6 +37,7 @@ from robotics.flow3d.closed_loop.flow_episodes import (
 from robotics.flow3d.closed_loop.measure import FlowLoopMeasure, LoopEvaluationConfig
 from robotics.flow3d.closed_loop.runner import FlowEpisodeRunner, Source
 from robotics.flow3d.objects.scene import find_flow_arm
+from robotics.scenes.scene import model_digest
 
 LOGGER = logging.getLogger("mmrl")
 TRUTH = "truth"
@@ -149,7 +150,11 @@ class Flow3dEvaluation:
         # a custom arm comes from files that may change between runs, so their digest is a condition too
         names = {name for data in self.config.eval_data.values() for name in data.arms if ":" in name}
         arms = {name: find_flow_arm(name) for name in sorted(names)}
-        digests = {name: short_digest(repr(arm).encode() + arm.path.read_bytes()) for name, arm in arms.items() if arm}
+        digests = {
+            name: short_digest(repr(arm).encode() + model_digest(arm.load()).encode())
+            for name, arm in arms.items()
+            if arm
+        }
         if digests:
             about["arms"] = digests
         return about

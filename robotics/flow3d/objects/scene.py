@@ -6,7 +6,6 @@ The arms start out of the camera's way. The free gripper is an arm with slides, 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from dataclasses import dataclass
@@ -21,8 +20,8 @@ from robotics.flow3d.clip import Observation
 from robotics.flow3d.geometry import intrinsics, inverse_pose, make_pose
 from robotics.flow3d.objects.criteria import CriteriaOutcome, SceneState
 from robotics.flow3d.objects.flow_tasks import FLOW_TASKS, FlowTask, find_flow_task
-from robotics.scenes.arms import ARMS, ASSETS, ArmModel
-from robotics.scenes.tabletop import include_files, place_body
+from robotics.scenes.arms import ARMS, ASSETS, ArmModel, find_arm
+from robotics.scenes.tabletop import add_model, compile_scene, include_files, place_body
 from robotics.scenes.tabletop_tasks import SPLITS, layout_seed
 from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
 
@@ -75,29 +74,9 @@ OUT_OF_VIEW_M = (-0.6, 0.0, 0.6)
 """Position of a hand until it is posed."""
 
 
-@functools.cache
 def find_flow_arm(actor: str) -> ArmModel | None:
-    """A row of `FLOW_ARMS`, or what a user's module:function returns; None for a hand and nobody."""
-    if ":" not in actor:
-        return FLOW_ARMS.get(actor)
-    from mmrl.rewards.reward_loading import load_function
-
-    arm = load_function(actor, what="the arm")()
-    if not isinstance(arm, ArmModel):
-        raise UserError(f"{actor} returned a {type(arm).__name__}; expected an ArmModel of {ArmModel.__module__}")
-    # loaded once here, so that a broken file is reported with the option and not in an episode
-    try:
-        model = arm.load()
-    except ValueError as error:
-        raise UserError(f"the arm {arm.name} cannot be read from {arm.path}: {error}") from error
-    parts = {"joint": (*arm.joints, *arm.fingers), "actuator": (*arm.joints, arm.gripper), "site": (arm.grip_site,)}
-    for kind, names in parts.items():
-        for name in names:
-            try:
-                getattr(model, kind)(name)
-            except KeyError as error:
-                raise UserError(f"the arm {arm.name} ({arm.path}): {error.args[0]}") from error
-    return arm
+    """A row of `FLOW_ARMS`, or what a user's module:Class or module:function returns; None for a hand and nobody."""
+    return find_arm(actor) if ":" in actor else FLOW_ARMS.get(actor)
 
 
 @dataclass(frozen=True)
@@ -107,7 +86,7 @@ class SceneConfig:
     task: str = choice("place_red", lambda: FLOW_TASKS)
     """Task."""
     actor: str = choice("panda", ACTORS, or_function=True)
-    """Actor in view: an arm, hand, nobody, or module:function that returns your own `ArmModel`."""
+    """Actor in view: an arm, hand, nobody, or module:Class (or module:function) of your own `ArmModel`."""
     shape: str = ""
     """Shape of the object; empty = the first one of the training data."""
     layouts: str = choice("train", SPLITS)
@@ -412,9 +391,11 @@ def build_model(task: FlowTask, shape: str, actor: str) -> mujoco.MjModel:
 
     arm = find_flow_arm(actor)
     # nobody in view needs no file
-    own = [arm.path] if arm else [SCENE_ASSETS / "hand.xml"] if actor == HAND else []
+    own = [SCENE_ASSETS / "hand.xml"] if actor == HAND else []
     files = [ASSETS / "tabletop.xml", SCENE_ASSETS / "studio.xml", *own]
     spec = include_files(f"{task.furniture.name}_{arm.name if arm else actor}", files)
+    if arm:
+        add_model(spec, arm.spec())
     task.furniture.build(spec, task.shapes[shape])
     if arm:
         hand = spec.site(arm.grip_site).parent.name
@@ -425,4 +406,4 @@ def build_model(task: FlowTask, shape: str, actor: str) -> mujoco.MjModel:
             weld.name1 = hand
             weld.name2 = name
             weld.data[10] = 1.0  # torque scale
-    return spec.compile()
+    return compile_scene(spec)

@@ -116,7 +116,7 @@ class FlowTabletop(FlowScene):
     def close_gripper(self) -> bool:
         """Close the fingers, and weld the body between them to the hand; returns whether something is held."""
         if self._held is None:
-            self.data.ctrl[self._gripper] = 0.0
+            self.data.ctrl[self._gripper] = self.arm.closed_and_open[0]
             self._settle(self._grasp)
         return self._held is not None
 
@@ -142,7 +142,7 @@ class FlowTabletop(FlowScene):
         if not close:
             self._let_go()
         elif self._held is None:
-            self.data.ctrl[self._gripper] = 0.0
+            self.data.ctrl[self._gripper] = self.arm.closed_and_open[0]
         for number in range(1, ticks + 1):
             if close and self._held is None:
                 self._grasp()
@@ -173,7 +173,7 @@ class FlowTabletop(FlowScene):
         if self._held is not None:
             self.data.eq_active[int(self.model.equality(f"hold_{self._held}").id)] = 0
             self._held = None
-        self.data.ctrl[self._gripper] = self.arm.opening_m
+        self.data.ctrl[self._gripper] = self.arm.closed_and_open[1]
 
     def _pose_actor(self) -> None:
         start_arm(self.model, self.data, self.arm)
@@ -181,11 +181,10 @@ class FlowTabletop(FlowScene):
     def _names(self) -> None:
         model, arm = self.model, self.arm
         self._joints = [int(model.joint(name).qposadr[0]) for name in arm.joints]
-        self._servos = [int(model.actuator(name).id) for name in arm.joints]
+        *self._servos, self._gripper = arm.actuators(model)
         slides = [model.joint(name).type[0] == self._lib.mjtJoint.mjJNT_SLIDE for name in arm.joints]
         self.speeds: NDArray[np.float64] = np.where(slides, SPEED_M_S, SPEED_RAD_S)
         """(J,) maximum speed of each joint along a path in rad/s, or m/s for slides."""
-        self._gripper = int(model.actuator(arm.gripper).id)
         self._tick_s = STEPS * float(model.opt.timestep)
         self._fingers = [int(model.joint(name).bodyid[0]) for name in arm.fingers]
         self._movable = {int(model.body(name).id): name for name in self.task.furniture.movable}
@@ -240,7 +239,9 @@ class FlowTabletop(FlowScene):
         self._held = name
         self._held_from = self._pose_of(between)[:3, 3].copy()
         # The fingers stay where they are; further closing would pull against the weld.
-        self.data.ctrl[self._gripper] = float(self.data.qpos[int(self.model.joint(self.arm.fingers[0]).qposadr[0])])
+        finger_m = float(self.data.qpos[int(self.model.joint(self.arm.fingers[0]).qposadr[0])])
+        closed, opened = self.arm.closed_and_open
+        self.data.ctrl[self._gripper] = closed + (opened - closed) * finger_m / self.arm.opening_m
         return True
 
     def _touched(self) -> set[int]:
