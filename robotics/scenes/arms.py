@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, dataclass_transform
 
 import numpy as np
 
@@ -26,6 +26,7 @@ HINGE = 3
 """mjJNT_HINGE; mujoco is imported where a model is loaded."""
 
 
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class ArmModel:
     """An arm with a two-finger gripper, its base at the origin of the scene.
@@ -110,13 +111,13 @@ class ForwardKinematics:
         links.append(_between(model, bodies[-1], int(model.site_bodyid[site])))
         moved = [_shift(-anchor) @ link for anchor, link in zip(anchors, links, strict=True)]
         self._tool = moved.pop() @ transform(model.site_pos[site], model.site_quat[site])
-        links = np.stack([link @ _shift(anchor) for link, anchor in zip(moved, anchors[1:], strict=True)])
+        fixed = np.stack([link @ _shift(anchor) for link, anchor in zip(moved, anchors[1:], strict=True)])
         self._axes: NDArray[np.float64] = model.jnt_axis[joints][:, :, None].copy()
         # Rodrigues' formula, R = I + sin(q) K + (1 - cos(q)) K K, multiplied from the left by the fixed part of a link.
         cross = np.stack([_cross_matrix(axis) for axis in model.jnt_axis[joints]])
-        self._links = links
-        self._sines = links @ cross
-        self._cosines = links @ cross @ cross
+        self._links = fixed
+        self._sines = fixed @ cross
+        self._cosines = fixed @ cross @ cross
 
     def __call__(self, joint_rad: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """(R, 4, 4) T_world_grip at angles (R, J) in rad, and its Jacobian (R, 6, J).

@@ -460,7 +460,7 @@ def _check_task(task: MjcfTask) -> None:
 
 
 def _arm_of(task: MjcfTask) -> ArmModel | None:
-    arm = task.arm
+    arm: Any = task.arm
     if arm is None or isinstance(arm, str):
         return None if arm is None else find_arm(arm)
     return complete_arm(arm() if isinstance(arm, type) else arm)

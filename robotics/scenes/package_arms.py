@@ -44,7 +44,8 @@ class PackageArm(ArmModel):
         """The arm with the hand at its flange, without sensors and keyframes."""
         import mujoco
 
-        arm, hand = (mujoco.MjSpec.from_file(str(self.path.with_name(name))) for name in (self.file, HAND_FILE))
+        parts: Any = [mujoco.MjSpec.from_file(str(self.path.with_name(name))) for name in (self.file, HAND_FILE)]
+        arm, hand = parts
         for element in (*arm.keys, *arm.sensors):
             arm.delete(element)
         arm.body("base").pos = [-self.back_m, 0.0, 0.0]
