@@ -407,7 +407,7 @@ def _known(name: str, own: Any, metadata: Mapping[str, Any]) -> Any:
 
 
 def _stops(words: Any, size: int) -> list[str]:
-    """zero or hold for each entry of an action."""
+    """The words for each entry of an action."""
     found = [words] * size if isinstance(words, str) else list(words) * (size if len(words) == 1 else 1)
     if len(found) != size or set(found) - {"zero", "hold"}:
         raise UserError(f"stop is {words}; expected zero or hold, once or for each of the {size} entries of an action")

@@ -15,9 +15,9 @@ A_hat = x - sigma v, and the pull is subtracted.
 
 Source: Real-Time Chunking, arXiv 2506.07339, eq. 1-5; Physical-Intelligence/real-time-chunking-kinetix src/model.py.
 
-Differences: a step of 1 / S with a weight above S would overshoot the running chunk, so policies with fewer than 5 steps
-use at most S. lerobot 0.4.4 (policies/rtc/modeling_rtc.py) takes J = 1, because it evaluates the velocity before it
-records gradients; here J is the paper's.
+Differences: a step of 1 / S with a weight above S would overshoot the running chunk, so policies with fewer than 5
+steps use at most S. lerobot 0.4.4 (policies/rtc/modeling_rtc.py) takes J = 1, because it evaluates the velocity before
+it records gradients; here J is the paper's.
 """
 
 from __future__ import annotations
@@ -127,7 +127,9 @@ class RunningChunk:
 
         count, left, size = self.actions.shape
         if left > chunk or size != action_size:
-            raise ValueError(f"a running chunk (n, D) of ({left}, {size}); the policy's chunks are {chunk, action_size}")
+            raise ValueError(
+                f"a running chunk (n, D) of ({left}, {size}); the policy's chunks are {chunk, action_size}"
+            )
         weights = torch.from_numpy(soft_mask(self.delay.cpu().numpy(), left, chunk)).to(self.actions.device)
         actions = self.actions.new_zeros(count, chunk, size)
         actions[:, :left] = self.actions
