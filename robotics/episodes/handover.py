@@ -57,13 +57,13 @@ class DelaySettings:
         if self.mode == "rtc":
             check_inpaints(policy)
         # before the next chunk arrives, the robot needs d actions more than it executes between observations
-        most = min(taken, chunk - taken)
-        if self.active and (self.steps > most or taken >= chunk):
-            fix = f"set acting.n_action_steps to {self.steps or 1}..{chunk - (self.steps or 1)}"
+        needed = max(self.steps, 1)
+        if (self.active and not needed <= chunk - taken) or self.steps > taken:
+            fits = f"set acting.n_action_steps to {needed}..{chunk - needed}"
             raise UserError(
-                f"chunks have {chunk} control steps, of which {taken} are executed between two observations; a delay "
-                f"of {self.steps} with mode {self.mode} needs as many that are left over, and no more than are "
-                f"executed. {fix if chunk >= 2 * max(self.steps, 1) else 'The chunks are too short for this delay'}"
+                f"chunks have {chunk} control steps, of which {taken} are executed between two observations. "
+                f"evaluation.delay, {self.steps} control steps in mode {self.mode}, needs {needed} of them left over "
+                f"and may not exceed the executed ones; {fits if chunk >= 2 * needed else 'the chunks are too short'}"
             )
 
 

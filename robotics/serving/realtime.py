@@ -55,7 +55,7 @@ class PolicyClient:
     """
 
     def __init__(self, address: str = "ws://127.0.0.1:8000", token: str = "", timeout_s: float = 10.0) -> None:
-        require_packages("the client", ("websockets", "msgpack"), "serve")
+        require_packages("the robot's client", ("websockets", "msgpack"), "serve")
         self._address, self._timeout_s = address, timeout_s
         self._headers = {"Authorization": f"Api-Key {token}"} if token else {}
         self._connection: Any = None
