@@ -59,6 +59,7 @@ class PolicyClient:
         self._address, self._timeout_s = address, timeout_s
         self._headers = {"Authorization": f"Api-Key {token}"} if token else {}
         self._connection: Any = None
+        self._open = contextlib.ExitStack()
         self.metadata: dict[str, Any] = {}
         """What the server says of its policy, see `docs/robot_policies.md`; nested entries are joined with `/`."""
         self._connect()
@@ -89,16 +90,14 @@ class PolicyClient:
 
     def close(self) -> None:
         """Close the connection."""
-        if self._connection is not None:
-            self._connection.close()
-            self._connection = None
+        self._connection = None
+        self._open.close()
 
     def _connect(self) -> None:
         from websockets.sync.client import connect
 
-        self._connection = connect(
-            self._address, additional_headers=self._headers, compression=None, max_size=None, close_timeout=0.5
-        )
+        options = {"additional_headers": self._headers, "compression": None, "max_size": None, "close_timeout": 0.5}
+        self._connection = self._open.enter_context(connect(self._address, **options))
         self.metadata = unpack(self._connection.recv(timeout=self._timeout_s))
 
     def __enter__(self) -> Self:

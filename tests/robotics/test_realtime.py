@@ -234,7 +234,7 @@ def test_a_slow_flow_policy_is_driven_over_a_socket(monkeypatch):
     sent = []
     observation = {"observation/state": np.zeros(2, np.float32), "prompt": "go right"}
     with running(policy, stop=["zero"], latency_budget_ms=1.0) as server:
-        with PolicyClient(f"ws://127.0.0.1:{server.port}") as client:
+        with PolicyClient(f"ws://127.0.0.1:{server.port}", timeout_s=60.0) as client:
             settings = RealTimeSettings(control_hz=50.0, n_action_steps=2, latency_budget_ms=80.0)
             with RealTimeController(client.infer, client.metadata, settings) as controller:
                 for number in range(12):
