@@ -150,11 +150,21 @@ METRICS = {
     "episode/steps_to_success/<greedy|sampled>": (
         "Mean number of control steps in the evaluation's successful episodes."
     ),
+    "episode/jump_at_seams/<greedy|sampled>": (
+        "Mean distance of consecutive executed actions, in the simulator's -1..1, where one chunk follows another."
+    ),
+    "episode/jump_inside/<greedy|sampled>": "Mean distance of consecutive executed actions inside of chunks.",
     "episode/failed/<greedy|sampled|closed_loop>": (
         "Number of evaluation episodes without a result because their environment failed."
     ),
     "episode/steps_to_success/<greedy_swapped|sampled_swapped>": (
         "Mean number of control steps in successful episodes when shown another episode's images."
+    ),
+    "episode/jump_at_seams/<greedy_swapped|sampled_swapped>": (
+        "Distance of consecutive executed actions where one chunk follows another, with another episode's images."
+    ),
+    "episode/jump_inside/<greedy_swapped|sampled_swapped>": (
+        "Distance of consecutive executed actions inside of chunks, with another episode's images."
     ),
     "episode/failed/<greedy_swapped|sampled_swapped>": (
         "Number of episodes without a result when shown another episode's images."

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from mmrl.core.payload import to_device
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, choice, rare
+from robotics.episodes.handover import DelaySettings, Handover
 from robotics.episodes.payload import EpisodePayload
 from robotics.policies.base.action_policy import INPUT_SHAPES, PolicyInputs
 from robotics.policies.base.action_statistics import ActionStatistics
@@ -207,6 +208,7 @@ def run_episodes(
     record: bool = False,
     images_of: Sequence[EpisodeSpec] = (),
     timed: bool = False,
+    delay: DelaySettings | None = None,
 ) -> Episodes:
     """Run episodes to completion, as many at once as the simulator supports.
 
@@ -222,14 +224,19 @@ def run_episodes(
         images_of: B episodes whose first images the policy is shown throughout, while the real ones are recorded.
             Empty: the policy sees the real images.
         timed: measure the time of each chunk, which differs between runs.
+        delay: simulated inference delay, and the way from one chunk to the next. The executed actions are then not
+            those of the recorded decisions, so this is for evaluation only.
 
     Returns:
         The episodes in the order given. Rows whose environment failed are marked and have no result.
 
     Raises:
-        UserError: `settings.scale` does not fit the policy, see `action_scale`.
+        UserError: `settings.scale` does not fit the policy, see `action_scale`, or `delay` does not.
     """
     action_scale(policy, settings)  # checked before any episode runs
+    overlap = delay if delay is not None and delay.active else None
+    if overlap is not None:
+        overlap.check(policy, settings.n_action_steps)
     size = sim.capacity or len(episodes)
     seeds: Sequence[int] = (
         torch.randint(2**62, (len(episodes),), generator=generator).tolist()
@@ -242,7 +249,7 @@ def run_episodes(
     for start in range(0, len(episodes), size):
         wave = slice(start, start + size)
         keep = (greedy, record, timed)
-        waves.append(_run_wave(policy, sim, episodes[wave], settings, own[wave], *keep, images_of[wave]))
+        waves.append(_run_wave(policy, sim, episodes[wave], settings, own[wave], *keep, images_of[wave], overlap))
     # The shapes of decisions are known only from a chunk, and a wave may have none if all of its episodes failed to
     # start; so the first chunk of any wave serves all of them.
     example = next((chunks[0] for recorder in waves for chunks in recorder.chunks if chunks), None)
@@ -286,6 +293,7 @@ def _run_wave(
     record: bool,
     timed: bool,
     images_of: Sequence[EpisodeSpec],
+    overlap: DelaySettings | None,
 ) -> _Recorder:
     """Run as many episodes as the simulator supports, chunk by chunk, until the last one ends.
 
@@ -303,6 +311,7 @@ def _run_wave(
     if settings.ensemble and greedy:
         # one observation per control step: see the single action taken from it below
         ensemble = TemporalEnsemble(len(episodes), policy.chunk, policy.action_size, settings.ensemble)
+    handover = None if overlap is None else Handover(overlap, settings.n_action_steps, len(episodes))
     statistics = action_scale(policy, settings)
     while len(sim.live):
         observation, began = observation.of(sim.live), time.perf_counter()
@@ -311,10 +320,14 @@ def _run_wave(
         inputs = inputs_of(observation if shown is None else shown.replace_in(observation), episodes, device)
         # by row number, not by position: ended episodes must not shift the generators of the others
         draws = RowGenerators([generators[row] for row in sim.live])
-        choice = policy.act(inputs, draws, temperature=settings.temperature, greedy=greedy)
+        running = {} if handover is None else handover.previous(observation.rows)
+        choice = policy.act(inputs, draws, temperature=settings.temperature, greedy=greedy, **running)
         # float32 on the host: simulators know neither the device nor the precision of the policy
         actions = choice.actions.float().cpu().numpy()
-        if ensemble is None:
+        if handover is not None:
+            # in the units of the policy, as the chunk that it continues
+            actions = handover.execute(actions, observation.rows)
+        elif ensemble is None:
             # 0 becomes None: the whole chunk
             actions = actions[:, : settings.n_action_steps or None]
         else:

@@ -32,6 +32,7 @@ from mmrl.runs.statistics import mean_or_nan, with_interval
 from mmrl.training.evaluation import EpisodeMeasure, Row, Trial
 from mmrl.training.settings import EvaluationConfig
 from robotics.episodes.collect import ActingSettings, Episodes, action_scale, replay_episode, run_episodes
+from robotics.episodes.handover import DelaySettings, action_jumps
 from robotics.episodes.payload import episode_id
 from robotics.policies.base.action_policy import ActionPolicy
 from robotics.scenes.videos import Caption, write_caption
@@ -147,6 +148,8 @@ class RobotEvaluationConfig(EvaluationConfig):
     """Height of the videos in pixels, rendered by a separate simulator; 0 = use the policy's own images. Above 0,
     videos of the tabletop are made for human viewers: 4:3, with a caption showing the outcome, and different from the
     policy's images."""
+    delay: DelaySettings = rare(field(default_factory=DelaySettings))
+    """Simulated inference delay, and the way from one chunk to the next."""
 
 
 @dataclass
@@ -200,6 +203,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
             [self.seed_of(*trial.key) for trial in batch],
             greedy=self.greedy,
             images_of=[self.others[trial.task] for trial in batch] if self.swapped else (),
+            delay=self.evaluation.delay,
         )
         return [_row(trial, episodes, row) for row, trial in enumerate(batch)]
 
@@ -216,6 +220,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
             parts = [[bool(row[name]) for row in compared] for name in ("success", "true_success")]
             counts = judged_counts(*parts)
             metrics |= {f"judged/{name}/{self.protocol}": counts[name] / len(compared) for name in JUDGED}
+        metrics |= {f"episode/{place}/{self.protocol}": jump for place, jump in self._jumps(rows).items()}
         return metrics | {f"episode/failed/{self.protocol}": float(len(rows) - len(finished))}
 
     def record(self, row: Row) -> SampleRecord:
@@ -257,6 +262,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
             "bootstrap": self.seed,
             "temperature": acting.temperature,
             "ensemble": acting.ensemble,
+            **({"delay": asdict(self.evaluation.delay)} if self.evaluation.delay.active else {}),
             "precision": self.conditions.get("precision"),
             "code": self.conditions.get("code"),
             "simulator": described,
@@ -296,6 +302,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
             "n_action_steps": acting.n_action_steps or policy.chunk,
             "temperature": acting.temperature,
             "ensemble": acting.ensemble,
+            **({"delay": asdict(self.evaluation.delay)} if self.evaluation.delay.active else {}),
             "scale": acting.scale if scale is None else scale.as_dict(),
             "weights": weights_digest(policy)[:16],
             **({"past": policy.past if keeps_past(self.sim) else 0} if policy.past else {}),
@@ -315,6 +322,8 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
         if saved is not None:
             names = ("seed", "chunk", "n_action_steps", "weights")
             shown = {**{name: saved.conditions[name] for name in names}, **saved.conditions["simulator"]}
+        delay = self.evaluation.delay
+        shown |= {"delay": delay.steps, "mode": delay.mode} if delay.active else {}
         about = ", ".join(f"{name} {value}" for name, value in shown.items() if not isinstance(value, dict))
         LOGGER.info(
             "%s, %s (%s):\n%s",
@@ -323,6 +332,21 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
             about,
             success_table(rows, bootstrap=None if self.greedy else self.seed),
         )
+        jumps = self._jumps(rows)
+        if jumps:
+            LOGGER.info(
+                "actions change by %.3f from one control step to the next at seams, by %.3f inside of chunks",
+                *(jumps[name] for name in ("jump_at_seams", "jump_inside")),
+            )
+
+    def _jumps(self, rows: Sequence[Row]) -> dict[str, float]:
+        """Mean changes of executed actions at the seams of chunks and inside; empty if each action is a new chunk."""
+        taken = self.acting.n_action_steps or self.policy.chunk
+        if self.acting.ensemble or taken < 2:
+            return {}
+        actions = [row["actions"] for row in rows if not row["failed"]]
+        seams, inside = action_jumps(actions, taken, self.evaluation.delay.steps)
+        return {"jump_at_seams": mean_or_nan(seams.tolist()), "jump_inside": mean_or_nan(inside.tolist())}
 
 
 def success_table(

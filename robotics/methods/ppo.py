@@ -88,6 +88,7 @@ class PolicyWithCritic(ActionPolicy):
     # properties, since cloning and loading set them on the policy later
     statistics = property(lambda self: self.policy.statistics)
     mixes = property(lambda self: self.policy.mixes)
+    inpaints = property(lambda self: self.policy.inpaints)
     past = property(lambda self: self.policy.past)
     views = property(lambda self: self.policy.views)
     cameras = property(lambda self: self.policy.cameras)

@@ -139,6 +139,11 @@ class RobotParts:
                 f"acting.ensemble is {self.acting.ensemble}, which only applies to greedy evaluation, but "
                 "evaluation.greedy is false; change one of them"
             )
+        if self.acting.ensemble and evaluation.delay.active:
+            raise ValueError(
+                f"acting.ensemble is {self.acting.ensemble}, which predicts a chunk at every control step, so "
+                "evaluation.delay does not apply; set one of them only"
+            )
 
     def held_out(self) -> dict[str, EpisodeSetConfig]:
         """Sets of evaluation by their keys."""
@@ -241,6 +246,7 @@ class RobotDomain:
                 f"acting.n_action_steps is {config.acting.n_action_steps}, but the policy's chunk has "
                 f"{self.policy.chunk} steps"
             )
+        config.evaluation.delay.check(self.policy, config.acting.n_action_steps)
 
     def check_data(self) -> None:
         """Reject data that does not fit the simulator, before the policy is loaded."""

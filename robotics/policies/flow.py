@@ -47,6 +47,7 @@ from robotics.policies.base.action_policy import (
 )
 from robotics.policies.base.action_tokens import draw_rows
 from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
+from robotics.policies.base.inpainting import RunningChunk, guided_velocity
 
 NOISES = ("fixed", "learned")
 REDUCTIONS = ("sum", "mean")
@@ -97,6 +98,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
     kind = "flow"
     config_class = FlowPolicyConfig
     by_step = False
+    inpaints = True
     sigmas: Tensor
 
     def __init__(self, config: FlowPolicyConfig, vocabulary: Vocabulary, seed: int = 0) -> None:
@@ -129,14 +131,16 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         temperature: float = 1.0,
         greedy: bool = False,
         start: Tensor | None = None,
+        previous: RunningChunk | None = None,
     ) -> ActionChoice:
         """Choose a chunk of actions for each row.
 
         The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start,
         the usual way to evaluate flow policies; its steps have no density, so the log-probabilities are NaN. `start`
-        (B, K, D) replaces the random start.
+        (B, K, D) replaces the random start. Chunks that continue `previous` have no log-probabilities either.
         """
         check_temperature(temperature)
+        running = None if previous is None else self._guidance(previous)
         size = (len(batch), self.chunk * self.action_size)
         with torch.no_grad():
             # encoded once; only the small velocity network runs in each step
@@ -145,11 +149,13 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
             chain = [drawn if start is None else start.to(drawn).reshape(size)]
             logp = []
             for number in range(self.config.steps):
-                mean, std = self._transition(seen, chain[-1], number, ode=greedy)
+                mean, std = self._transition(seen, chain[-1], number, ode=greedy, running=running)
                 # greedy still draws the noise, so that the generator ends in the same state in both modes
                 std = std * (0.0 if greedy else temperature)
                 chain.append(mean + std.reshape(len(std), -1) * self._noise(size, generator))
-                logp.append(self._score(chain[-1], mean, std))
+                scored = self._score(chain[-1], mean, std)
+                # guided steps are not those that `log_probs` scores
+                logp.append(scored if running is None else torch.full_like(scored, math.nan))
         # clamped for the simulator only: the chain keeps the unclamped end, which is what was scored
         actions = chain[-1].clamp(-1, 1).unflatten(1, (self.chunk, self.action_size))
         return ActionChoice(actions, torch.stack(chain, 1), torch.stack(logp, 1))
@@ -212,18 +218,38 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         loss = ((found - wanted).square() * weight).sum() / weight.sum().clamp(min=1)
         return loss, {"bc/loss": float(loss.detach())}
 
-    def _transition(self, seen: Tensor, latents: Tensor, number: int, ode: bool = False) -> tuple[Tensor, Tensor]:
-        """Mean (B, E) and standard deviation of a step, (B,) if fixed, (B, E) if learned."""
+    def _transition(
+        self,
+        seen: Tensor,
+        latents: Tensor,
+        number: int,
+        ode: bool = False,
+        running: tuple[Tensor, Tensor, float] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Mean (B, E) and standard deviation of a step, (B,) if fixed, (B, E) if learned; see `_guidance`."""
         now, later = self.sigmas[number], self.sigmas[number + 1]
-        hidden = self.velocity.hidden(seen, latents, now.expand(len(latents)))
-        velocity = self.velocity.leave(hidden)
-        if self.config.parameterisation == "x0":
-            # x_sigma = (1 - sigma) x0 + sigma e, so the velocity e - x0 is (x_sigma - x0) / sigma. The last step starts
-            # at sigma = 1 / S, so this never divides by 0.
-            velocity = (latents - velocity) / now
+        hidden, velocity = self._flow(seen, latents, now)
+        if running is not None:
+            velocity = guided_velocity(lambda point: self._flow(seen, point, now)[1], latents, now, *running)
         if self.noise is None:
             return (OdeStep() if ode else self._kernel).transition(velocity, latents, now, later)
         return OdeStep().transition(velocity, latents, now, later)[0], self.noise(hidden)
+
+    def _flow(self, seen: Tensor, latents: Tensor, sigma: Tensor) -> tuple[Tensor, Tensor]:
+        """Inputs (B, H) to the velocity's last layer, and the velocity (B, E)."""
+        hidden = self.velocity.hidden(seen, latents, sigma.expand(len(latents)))
+        found = self.velocity.leave(hidden)
+        if self.config.parameterisation == "x0":
+            # x_sigma = (1 - sigma) x0 + sigma e, so the velocity e - x0 is (x_sigma - x0) / sigma. The last step starts
+            # at sigma = 1 / S, so this never divides by 0.
+            found = (latents - found) / sigma
+        return hidden, found
+
+    def _guidance(self, previous: RunningChunk) -> tuple[Tensor, Tensor, float]:
+        """Actions (B, E) and weights (B, E) of the running chunk, and the maximum weight of the pull."""
+        actions, weights = previous.padded(self.chunk, self.action_size)
+        parts = [part.expand_as(actions).flatten(1).to(self.device) for part in (actions, weights)]
+        return parts[0], parts[1], min(previous.limit, self.config.steps)
 
     def _score(self, following: Tensor, mean: Tensor, std: Tensor) -> Tensor:
         if self.noise is None:

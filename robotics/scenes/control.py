@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 ACTION_NAMES = ("dx", "dy", "dz", "dyaw", "gripper")
 ACTION_SIZE = len(ACTION_NAMES)
+ACTION_STOP = ("zero", "zero", "zero", "zero", "hold")
+"""Action that stops the arm: no motion, and the gripper as it is; see `ServeConfig.stop`."""
 COMMAND_SIZE = 5
 """x, y, z in metres, yaw in radians, gripper (1 closed, -1 open)."""
 CLOSED, OPEN = 1.0, -1.0

@@ -12,6 +12,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
 from robotics.policies.base.action_policy import PolicyInputs
+from robotics.policies.base.inpainting import GUIDANCE
 from robotics.serving.messages import BadMessageError, describe_value
 from robotics.sim.interface import RobotInterface, as_rate
 
@@ -23,6 +24,10 @@ UNITS = ("environment", "normalised")
 RATE_KEY = "control_hz"
 """Entry with the robot's control rate (optional); the names of its state entries can be sent as `state_key` plus
 `_names`."""
+RUNNING_KEYS = ("running/actions", "running/delay")
+"""Entries with the rest of the chunk that the robot executes (n, D), in the units of responses, and with the number of
+its control steps that pass before the response arrives."""
+STOPS = ("zero", "hold")
 LONGEST_PROMPT = 10_000
 """Maximum number of characters of an instruction."""
 
@@ -53,9 +58,19 @@ class ServeConfig:
     """Default instruction; if empty, messages without an instruction are rejected."""
     log_every_s: float = bounded(60.0, above=0)
     """Seconds between log lines with latencies."""
+    latency_budget_ms: float = bounded(0.0, at_least=0)
+    """Milliseconds for a response, which the metadata passes on to robots; slower responses are counted as late. 0 =
+    no budget."""
+    stop: list[str] = field(default_factory=list)
+    """Action that stops the robot, for its watchdog: zero (of motions) or hold (of positions), once or for each entry
+    of an action. Empty: as the tabletop declares it; unknown for other robots, whose clients then have to say it."""
+    guidance: float = bounded(GUIDANCE, above=0)
+    """Maximum weight with which a flow policy is pulled towards the running chunk that a robot sends."""
 
     def validate(self) -> None:
-        """Check that the entries have different names; raises ValueError."""
+        """Check that the entries have different names, and the words for stopping; raises ValueError."""
+        if set(self.stop) - set(STOPS):
+            raise ValueError(f"stop is {', '.join(self.stop)}; each entry must be one of {', '.join(STOPS)}")
         keys = (self.image_key, self.state_key, self.prompt_key, *self.view_keys)
         if len(set(keys)) < len(keys) or not all(keys):
             raise ValueError(
@@ -114,7 +129,7 @@ class ObservationFormat:
 
     def unused(self, message: Mapping[str, Any]) -> list[str]:
         """Entries that are not read."""
-        return sorted(set(message) - {*self.describe(), self._names_key, RATE_KEY})
+        return sorted(set(message) - {*self.describe(), self._names_key, RATE_KEY, *RUNNING_KEYS})
 
     def describe(self) -> dict[str, Any]:
         """Entries that are read, with dtype and shape, None in it for any number, and the names of training.

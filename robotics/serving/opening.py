@@ -25,6 +25,7 @@ from robotics.policies.base.action_statistics import ActionRange, ActionStatisti
 from robotics.policies.base.encoder import Vocabulary
 from robotics.policies.base.saved import is_saved_policy
 from robotics.policies.policy_loading import load_action_policy
+from robotics.scenes.control import ACTION_STOP
 from robotics.serving.observations import ObservationFormat, ServeConfig
 from robotics.sim.interface import RobotInterface, read_sizes
 from robotics.sim.opening import open_sim
@@ -132,6 +133,7 @@ def _of_run(run_dir: Path, entry: RecipeEntry, run: Any, config: ServeConfig, st
         "recipe": entry.name,
         "n_action_steps": run.acting.n_action_steps or policy.chunk,
         "sim": {name: getattr(run.sim, name) for name in SIM_FIELDS},
+        **({"stop": list(ACTION_STOP)} if run.sim.kind == "tabletop" else {}),
     }
     return _placed(served, make_accelerator(run.trainer.mixed_precision), about)
 

@@ -6,7 +6,8 @@ to a robot is the metadata. Each message from a robot is an observation; each an
 200.
 
 Differences: an error does not close the connection; it is sent to the robot and logged once, and the next message is
-answered. {"endpoint": "reset"} restarts the robot's random numbers.
+answered. {"endpoint": "reset"} restarts the robot's random numbers. An observation may contain the chunk that the robot
+executes meanwhile, `running`, which a flow policy continues; see `robotics.serving.realtime`.
 
 Source: openpi-client 0.1.2; Physical-Intelligence/openpi src/openpi/serving/websocket_policy_server.py.
 """
@@ -35,13 +36,14 @@ from mmrl.training.processes import make_generator
 from robotics.policies.base.action_statistics import ActionRange
 from robotics.serving.messages import LARGEST_MESSAGE, BadMessageError, describe_value, pack, printable, unpack
 from robotics.serving.opening import ServedPolicy
-from robotics.serving.queue import PolicyQueue, QueuedChunk, choose_chunks
+from robotics.serving.queue import PolicyQueue, QueuedChunk, choose_chunks, read_running
 
 if TYPE_CHECKING:
     from websockets.asyncio.server import Server, ServerConnection
     from websockets.http11 import Request, Response
 
     from robotics.policies.base.action_policy import PolicyInputs
+    from robotics.policies.base.inpainting import RunningChunk
 
 LOGGER = logging.getLogger("mmrl")
 HOST, PORT = "127.0.0.1", 8000
@@ -88,6 +90,7 @@ class PolicyServer:
         self.robots = 0
         """Robots that have connected."""
         self._served = served
+        _check_stop(served)
         self._present: set[int] = set()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._stopping: asyncio.Event
@@ -199,26 +202,30 @@ class PolicyServer:
         began = time.perf_counter()
         chunk: QueuedChunk | None = None
         try:
-            message, inputs = await asyncio.to_thread(self._read, data)  # decoding must not block other robots
+            message, inputs, running = await asyncio.to_thread(self._read, data)  # decoding must not block other robots
             if inputs is None:
                 robot.reset()
                 reply: bytes | str = pack({"status": "reset successful"})
             else:
                 self._note_unread(robot, message, inputs.instructions[0])
-                chunk = await self._queue.ask(inputs, robot.generator)
+                chunk = await self._queue.ask(inputs, robot.generator, running)
                 reply = pack(_as_answer(chunk, robot.previous_ms, began))
         except Exception as error:  # an error of the policy must only affect this message
             reply = self._refuse(robot, error)
         await connection.send(reply)
         robot.previous_ms = 1000 * (time.perf_counter() - began)
         if chunk is not None:
+            budget_ms = self._served.config.latency_budget_ms
+            late = 0 < budget_ms < robot.previous_ms
             for counts in (robot.counts, self.counts):
-                counts.add(chunk.infer_ms, robot.previous_ms, chunk.batch_size)
+                counts.add(chunk.infer_ms, robot.previous_ms, chunk.batch_size, late)
 
-    def _read(self, data: bytes | str) -> tuple[dict[str, Any], PolicyInputs | None]:
-        """A message, and the inputs of the policy; None for a reset request."""
+    def _read(self, data: bytes | str) -> tuple[dict[str, Any], PolicyInputs | None, RunningChunk | None]:
+        """A message, the inputs of the policy, None for a reset request, and the chunk that runs meanwhile."""
         message = unpack(data)
-        return message, None if _asks_for_reset(message) else self._served.format.read(message)
+        if _asks_for_reset(message):
+            return message, None, None
+        return message, self._served.format.read(message), read_running(self._served, message)
 
     def _admit(self, connection: ServerConnection, request: Request) -> Response | None:
         """Answer health checks, and refuse clients without the token."""
@@ -277,7 +284,8 @@ class PolicyServer:
         bounds = self._served.bounds or ActionRange((-1.0,) * size, (1.0,) * size)
         known = self._served.format.interface
         named = {"names": list(known.actions)} if known.actions else {}
-        units = self._served.config.action_units
+        config = self._served.config
+        units = config.action_units
         LOGGER.info("policy: %s", about.get("source", type(self._served.policy).__name__))
         LOGGER.info("observation: %s; actions: float32 %s", _in_words(self._served.format.describe()), (steps, size))
         return {
@@ -288,7 +296,10 @@ class PolicyServer:
             "observation": self._served.format.describe(),
             "actions": {"dtype": "float32", "shape": [steps, size], "units": units, **bounds.as_dict(), **named},
             "control_hz": known.control_hz,
+            "continues_chunks": self._served.policy.inpaints,
+            **({"latency_budget_ms": config.latency_budget_ms} if config.latency_budget_ms else {}),
             **about,
+            **({"stop": config.stop} if config.stop else {}),
         }
 
 
@@ -298,13 +309,15 @@ class AnswerCounts:
     def __init__(self) -> None:
         self.answers = 0
         self.rows = 0  # sum of the batch sizes
+        self.late = 0  # responses over the latency budget
         self.refused: Counter[str] = Counter()  # by reason
         self._infer_ms: deque[float] = deque(maxlen=KEPT)
         self._total_ms: deque[float] = deque(maxlen=KEPT)
 
-    def add(self, infer_ms: float, total_ms: float, batch_size: int) -> None:
+    def add(self, infer_ms: float, total_ms: float, batch_size: int, late: bool = False) -> None:
         """Count a response."""
         self.answers += 1
+        self.late += late
         self.rows += batch_size
         self._infer_ms.append(infer_ms)
         self._total_ms.append(total_ms)
@@ -322,6 +335,8 @@ class AnswerCounts:
             text += f", {self.refused.total()} rejected"
         if not self.answers:
             return text
+        if self.late:
+            text += f", {self.late} over the latency budget"
         batch = f"; {self.rows / self.answers:.1f} observations per call" if self.rows > self.answers else ""
         return f"{text}; policy {_quantiles(self._infer_ms)}; in total {_quantiles(self._total_ms)}{batch}"
 
@@ -369,6 +384,18 @@ class _Robot:
 
     def __str__(self) -> str:
         return f"robot {self.number}"
+
+
+def _check_stop(served: ServedPolicy) -> None:
+    """Reject a declared stop action that does not fit the actions."""
+    stop, size = served.config.stop, served.policy.action_size
+    if len(stop) not in (0, 1, size):
+        raise UserError(f"stop has {len(stop)} entries; give one, or one for each of the {size} entries of an action")
+    if "zero" in stop and served.config.action_units == "normalised" and served.policy.action_bounds is not None:
+        raise UserError(
+            "stop=zero is no motion in the environment's units, but action_units=normalised sends others; use "
+            "action_units=environment"
+        )
 
 
 def _try_policy(served: ServedPolicy) -> QueuedChunk:

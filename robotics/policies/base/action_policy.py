@@ -165,6 +165,9 @@ class ActionPolicy(nn.Module, ABC):
     betas in between (Jensen-Shannon divergences) are exact too."""
     noise_shape: tuple[int, int] | None = None
     """Shape of the noise of a row that `act` can start from, given as `start` (B, N, M); None without such noise."""
+    inpaints: bool = False
+    """Whether `act` takes `previous`, a `RunningChunk` that the next chunk continues (real-time chunking). Its
+    decisions then have no log-probability."""
     statistics: ActionStatistics | None = None
     """Statistics that normalised the demonstrated actions; saved with the policy, applied outside it."""
 

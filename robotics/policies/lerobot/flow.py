@@ -40,6 +40,7 @@ from diffusion.sampling.steps import FlowSdeStep, OdeStep, StepKernel
 from mmrl.fields import bounded, choice, rare
 from robotics.policies.base.action_policy import ActionChoice, PolicyInputs, check_demonstrations, check_temperature
 from robotics.policies.base.action_tokens import draw_rows
+from robotics.policies.base.inpainting import RunningChunk
 from robotics.policies.base.saved import write_config, write_weights
 from robotics.policies.lerobot.lerobot_server import LeRobotServer, LeRobotServerConfig, ServedActionPolicy
 
@@ -79,6 +80,7 @@ class LeRobotFlowPolicy(ServedActionPolicy):
     kind = "lerobot_flow"
     config_class = LeRobotFlowConfig
     by_step = False
+    inpaints = True
 
     def __init__(self, config: LeRobotFlowConfig) -> None:
         super().__init__(config, "make_flow")
@@ -103,12 +105,13 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         temperature: float = 1.0,
         greedy: bool = False,
         start: Tensor | None = None,
+        previous: RunningChunk | None = None,
     ) -> ActionChoice:
         """Choose a chunk of actions for each row.
 
         The temperature multiplies the noise of the steps. Greedy follows the flow without noise from a random start,
         the usual way to evaluate flow policies; its steps have no density, so the log-probabilities are NaN. `start`
-        (B, K, M) replaces the random start.
+        (B, K, M) replaces the random start. Chunks that continue `previous` have no log-probabilities either.
         """
         check_temperature(temperature)
         shape = (len(batch), self.decisions + 1, self.chunk, self.width)
@@ -119,12 +122,14 @@ class LeRobotFlowPolicy(ServedActionPolicy):
             noise[:, 0] = start.to(noise)
         table = _affine(OdeStep() if greedy else self._kernel, self._sigmas(), 0.0 if greedy else temperature)
         arrays = {"noise": noise.cpu().numpy(), "table": table.numpy()}
+        limits = {} if previous is None else {"limit": min(previous.limit, self.decisions)}
         with torch.no_grad():
-            found = self._remote.ask("sample", self._weights(), batch, arrays)
+            arrays |= {} if previous is None else self._guidance(batch, previous)
+            found = self._remote.ask("sample", self._weights(), batch, arrays, **limits)
             chain, velocities = self._tensor(found["chain"]), self._tensor(found["velocities"])
             # scored here and not in the process: sampling and update have to use the same kernel
             logp, _ = self._scores(chain, velocities, temperature)
-            if greedy:
+            if greedy or previous is not None:
                 logp = torch.full_like(logp, math.nan)
         actions = self._tensor(found["actions"])
         if self.action_range is not None:
@@ -173,6 +178,16 @@ class LeRobotFlowPolicy(ServedActionPolicy):
         write_config(Path(path), self.kind, self.settings, self, inside=INSIDE)
         self._remote.ask("save", self._weights(), None, {}, folder=str(target))
         write_weights(self, Path(path))
+
+    def _guidance(self, batch: PolicyInputs, previous: RunningChunk) -> dict[str, Any]:
+        """Running chunk and its weights (B, K, M) in the units of the head; its padding is left alone."""
+        actions, weights = (part.cpu() for part in previous.padded(self.chunk, self.action_size))
+        if self.action_range is not None:
+            actions = self.action_range.to_data(actions)
+        found = self._remote.ask("normalised", self._weights(), batch, {"actions": actions.numpy()})["actions"]
+        weight = torch.zeros(found.shape)
+        weight[..., : self.action_size] = weights
+        return {"previous": found.copy(), "weights": weight.numpy()}
 
     def _weights(self) -> list[Tensor]:
         return [self.expert[_plain(name)] for name in self._names]

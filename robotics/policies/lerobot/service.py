@@ -355,14 +355,20 @@ class FlowService(LeRobotService):
     def _sample(self, fields: dict[str, Any], arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         """Sample chunks with S affine steps x' = a x + b velocity + std noise.
 
-        `table` is (S, 4): time, a, b and std of each step; `noise` (B, S + 1, K, M) starts with x at time 1.
+        `table` is (S, 4): time, a, b and std of each step; `noise` (B, S + 1, K, M) starts with x at time 1. With
+        `previous` and `weights` (B, K, M), the velocities are pulled towards a running chunk by at most `limit`.
         """
         noise, table = self._tensor(arrays.pop("noise")), arrays.pop("table")
         chain, velocities = [noise[:, 0]], []
+        running = [self._tensor(arrays.pop(name)) for name in ("previous", "weights") if name in arrays]
 
         def integrate(denoise: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], *_: Any, **__: Any) -> Any:
             for step, (time, kept, moved, std) in enumerate(table.tolist()):
-                velocities.append(denoise(chain[-1], torch.full((len(noise),), time, device=self._device)))
+                at = torch.full((len(noise),), time, device=self._device)
+                if running:
+                    velocities.append(_guided(denoise, chain[-1], at, *running, fields["limit"]))
+                else:
+                    velocities.append(denoise(chain[-1], at))
                 chain.append(kept * chain[-1] + moved * velocities[-1] + std * noise[:, step + 1])
             return chain[-1]
 
@@ -484,6 +490,25 @@ def _at_hand(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     return Path(name).is_dir() or any(isinstance(try_to_load_from_cache(name, file), str) for file in HUB_FILES)
+
+
+def _guided(
+    denoise: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+    point: torch.Tensor,
+    time: torch.Tensor,
+    previous: torch.Tensor,
+    weights: torch.Tensor,
+    limit: float,
+) -> torch.Tensor:
+    """Velocity pulled towards a running chunk; a copy of `guided_velocity`, as the package cannot be imported here."""
+    sigma = float(time[0])
+    with torch.enable_grad():
+        point = point.detach().requires_grad_()
+        velocity = denoise(point, time)
+        clean = point - sigma * velocity
+        (pull,) = torch.autograd.grad(clean, point, (weights * (previous - clean.detach())).to(clean))
+    scale = limit if sigma == 1 else min(limit, (sigma**2 + (1 - sigma) ** 2) / (sigma * (1 - sigma)))
+    return velocity.detach() - scale * pull
 
 
 def _stacked(tensors: list[torch.Tensor]) -> np.ndarray:
