@@ -1,4 +1,4 @@
-"""The tabletop tasks, and tasks of your own, as Gymnasium environments.
+"""The tabletop tasks, and your own tasks, as Gymnasium environments.
 
     env = TabletopEnv(task="pick_place", arm="ur5e", observation=("state", "rgb"))
     observation, info = env.reset(seed=0, options={"layout": 3, "split": "held_out"})
@@ -53,7 +53,7 @@ class SimulationDiverged(RunError):  # noqa: N818 - named for what happened
 
 
 class TabletopEnv(gymnasium.Env[dict[str, Any], np.ndarray]):
-    """One tabletop task with one arm, or one of your own.
+    """One tabletop task with one arm, or your own task.
 
     Observations are a dictionary with the chosen kinds: `state` (S,) float32, see `SceneSensors.state` (22 entries at
     the table); `proprio` (10,) float32, its leading part, without pieces; `rgb` (H, W, 3) uint8; `depth` (H, W) float32

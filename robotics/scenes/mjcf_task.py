@@ -1,4 +1,4 @@
-"""A task of your own in a MuJoCo scene: one class that environments, batches, films and demonstrations take.
+"""Your own task in a MuJoCo scene: one class that environments, batches, films and demonstrations take.
 
     class Touch(MjcfTask):
         scene = "my_scene.xml"
@@ -52,7 +52,7 @@ MARK = "mmrl/"
 
 
 class MjcfTask:
-    """A task in a scene of your own. Subclasses set the attributes, place objects and judge success.
+    """A task in your own scene. Subclasses set the attributes, place objects and judge success.
 
     Objects are the bodies of the scene with a free joint, and its mocap bodies. Without an arm, an action has an entry
     for each actuator: -1 and 1 are the ends of its `ctrlrange`. With an arm it is dx, dy, dz, dyaw and gripper, as at
@@ -154,7 +154,7 @@ class Seen:
 
 
 class MjcfScene(Scene):
-    """A task of your own: what its scene says of itself, and what its class adds."""
+    """Your own task: what its scene says of itself, and what its class adds."""
 
     task: MjcfTask
     substeps: int

@@ -54,9 +54,9 @@ class PackageArm(ArmModel):
         arm.attach(hand, site=flange, prefix=HAND)
         for body in arm.bodies[1:]:
             body.gravcomp = 1.0
-        gripper = arm.actuator(self.gripper)
-        gripper.gainprm[0] *= GRIP_STRENGTH
-        gripper.biasprm[1:3] *= GRIP_STRENGTH
+        servo = next(actuator for actuator in arm.actuators if actuator.name == self.gripper)
+        servo.gainprm[0] *= GRIP_STRENGTH
+        servo.biasprm[1:3] *= GRIP_STRENGTH
         return arm
 
 

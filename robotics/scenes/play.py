@@ -35,7 +35,7 @@ class PlaySettings:
     """Which episodes to show, and how."""
 
     arm: str = choice("", ["", *ARMS, *PACKAGE_ARMS], or_function=True)
-    """Arm, or module:Class of your own; empty = the arm of the policy's run, otherwise panda."""
+    """Arm, or module:Class of your own `ArmModel`; empty = the arm of the policy's run, otherwise panda."""
     split: str = choice("held_out", SPLITS)
     """train or held_out."""
     layout: int | None = bounded(None, at_least=0)

@@ -36,7 +36,7 @@ STATE_KEYS = {"full": "state", "proprio": "proprio"}
 
 
 class TabletopVectorEnv(VectorEnv[Any, Any, Any]):
-    """N episodes of tabletop tasks, or of your own, in the threads of this process.
+    """N episodes of tabletop tasks, or of your own tasks, in the threads of this process.
 
     Observations are a dictionary: `state` (N, S) or `proprio` (N, 10) float32, see `TabletopEnv`; with images `rgb`
     (N, H, W, 3) uint8, and with further cameras `views` (N, V, H, W, 3) uint8. `infos` has success, instruction, layout

@@ -144,7 +144,8 @@ def read_running(served: ServedPolicy, message: Mapping[str, Any]) -> RunningChu
         BadMessageError: only one of its two entries is there, or one does not fit the policy.
         UserError: the policy cannot continue a chunk.
     """
-    actions, delay = (message.get(key) for key in RUNNING_KEYS)
+    found: list[Any] = [message.get(key) for key in RUNNING_KEYS]
+    actions, delay = found
     if actions is None and delay is None:
         return None
     check_inpaints(served.policy)

@@ -96,7 +96,12 @@ class PolicyClient:
     def _connect(self) -> None:
         from websockets.sync.client import connect
 
-        options = {"additional_headers": self._headers, "compression": None, "max_size": None, "close_timeout": 0.5}
+        options: dict[str, Any] = {
+            "additional_headers": self._headers,
+            "compression": None,
+            "max_size": None,
+            "close_timeout": 0.5,
+        }
         self._connection = self._open.enter_context(connect(self._address, **options))
         self.metadata = unpack(self._connection.recv(timeout=self._timeout_s))
 

@@ -69,7 +69,7 @@ def pointing_samples(
         check: click each box, and leave out what the page does not reward.
         most_answers: add worked answers, as the columns `answers` and `labels`: the right point and those of other
             candidates, one to this many in all; 0 = none.
-        listings: share of worked answers that name every candidate instead, to the question `LIST`.
+        listings: fraction of worked answers that name every candidate instead, to the question `LIST`.
         swapped: show another screen of the page than the one that the question is about, as a control.
 
     Raises:

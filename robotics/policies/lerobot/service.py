@@ -366,7 +366,8 @@ class FlowService(LeRobotService):
             for step, (time, kept, moved, std) in enumerate(table.tolist()):
                 at = torch.full((len(noise),), time, device=self._device)
                 if running:
-                    velocities.append(_guided(denoise, chain[-1], at, *running, fields["limit"]))
+                    previous, weights = running
+                    velocities.append(_guided(denoise, chain[-1], at, previous, weights, fields["limit"]))
                 else:
                     velocities.append(denoise(chain[-1], at))
                 chain.append(kept * chain[-1] + moved * velocities[-1] + std * noise[:, step + 1])
