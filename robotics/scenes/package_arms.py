@@ -23,10 +23,10 @@ GRIP_STRENGTH = 4.0
 class PackageArm(ArmModel):
     """An arm and a hand from the files of a package."""
 
-    fingers = (f"{HAND}finger_joint1", f"{HAND}finger_joint2")
-    gripper = f"{HAND}gripper"
-    grip_site = f"{HAND}hand_TCP"
-    gripper_ctrl = (0.0, 255.0)
+    fingers: tuple[str, str] = (f"{HAND}finger_joint1", f"{HAND}finger_joint2")
+    gripper: str = f"{HAND}gripper"
+    grip_site: str = f"{HAND}hand_TCP"
+    gripper_ctrl: tuple[float, float] | None = (0.0, 255.0)
     back_m: float = 0.0  # how far its base is behind the origin, for arms that cannot reach near things from above
     turned: bool = False  # whether the hand is mounted with half a turn, which keeps the last joint off its limits
 
@@ -54,7 +54,7 @@ class PackageArm(ArmModel):
         arm.attach(hand, site=flange, prefix=HAND)
         for body in arm.bodies[1:]:
             body.gravcomp = 1.0
-        servo = next(actuator for actuator in arm.actuators if actuator.name == self.gripper)
+        servo = arm.actuator(self.gripper)
         servo.gainprm[0] *= GRIP_STRENGTH
         servo.biasprm[1:3] *= GRIP_STRENGTH
         return arm
