@@ -39,6 +39,8 @@ PASSED_ON = {
     "sim.randomization.friction": "drawn with the others, field by field",
     "sim.randomization.mass": "drawn with the others, field by field",
     "sim.randomization.servo_gain": "drawn with the others, field by field",
+    "sim.randomization.sensor_noise.pieces_m": "named by the kind of an entry of the state",
+    "sim.randomization.sensor_noise.pieces_rad": "named by the kind of an entry of the state",
 }
 """Options that no line of code names."""
 

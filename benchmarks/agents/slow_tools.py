@@ -19,6 +19,7 @@ from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 from benchmarks.agents.trl_tools import ToolLoop
 from benchmarks.report import print_each
@@ -108,8 +109,8 @@ def compare(case: str, rounds: int) -> dict[str, Any]:
         path.write_text("recipe: agent\n", encoding="utf-8")
         entry, config = load_run(path, settings_for(Path(name)))
         seed_everything(config.seed)
-        ActionConfig.parse = call  # type: ignore[method-assign]
-        with contextlib.closing(entry.load_recipe_class()(config)) as recipe:
+        recipe = entry.load_recipe_class()(config)
+        with contextlib.closing(recipe), patch.object(ActionConfig, "parse", call):
             peer = ToolLoop(Path(name) / "model", TURNS, sleep_s) if find_spec("trl") else None
             found = []
             # once more, to warm up

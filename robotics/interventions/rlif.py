@@ -34,7 +34,8 @@ from robotics.interventions.overseers import OverseerConfig, ScriptedOverseer
 from robotics.interventions.watched import WatchedEpisode, intervention_rewards, run_watched
 from robotics.methods.ppo import ChunkRewardConfig, ChunkWeights
 from robotics.methods.robot_recipe import check_usable, pack_episodes
-from robotics.offpolicy.rlpd import RobotRlpdConfig, RobotRlpdRecipe
+from robotics.offpolicy.rlpd import RobotRlpdConfig
+from robotics.offpolicy.sac import RobotSacRecipe
 from robotics.offpolicy.transitions import Experience, TransitionBatch, prior_count
 from robotics.policies.base.action_policy import ActionPolicy
 from robotics.sim.episodes import RobotSim
@@ -64,7 +65,7 @@ class WatchedPayload(EpisodePayload):
     """The episode of each row."""
 
 
-class RobotRlifRecipe(RobotRlpdRecipe):
+class RobotRlifRecipe(RobotSacRecipe):
     """Avoids interventions; see the module."""
 
     config: RobotRlifConfig

@@ -322,11 +322,12 @@ class RobotDomain:
         )
 
     def _note(self, payload: EpisodePayload) -> None:
-        # one transfer to the host for all three
-        columns = [column.tolist() for column in to_host([payload.failed, payload.success, payload.lengths])]
-        true = payload.success if payload.true_success is None else payload.true_success
-        compared = judged_counts(payload.success[~payload.failed].tolist(), true[~payload.failed].tolist())
-        self._seen.update(compared if payload.true_success is not None else {})
+        # one transfer to the host for all of them
+        true = [] if payload.true_success is None else [payload.true_success]
+        columns = [column.tolist() for column in to_host([payload.failed, payload.success, payload.lengths, *true])]
+        if true:
+            pairs = [pair for failed, *pair in zip(columns[0], columns[1], columns.pop(), strict=True) if not failed]
+            self._seen.update(judged_counts([verdict for verdict, _ in pairs], [own for _, own in pairs]))
         # rows of a group are consecutive, so row // size is its initial state
         size = len(columns[0]) // len(payload.episodes)
         for row, (failed, success, steps) in enumerate(zip(*columns, strict=True)):

@@ -13,9 +13,8 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice
-from robotics.scenes.arms import ARMS
+from robotics.scenes.arms import ARMS, PACKAGE_ARMS
 from robotics.scenes.envs import SHOWN_PARTS, TabletopEnv
-from robotics.scenes.package_arms import PACKAGE_ARMS
 from robotics.scenes.scene import SPLITS
 from robotics.scenes.videos import Caption, ImageStrip, VideoRenderer, video_size, write_caption, write_strips
 

@@ -13,6 +13,8 @@ def test_every_way_runs_all_calls(monkeypatch, peer):
         pytest.importorskip("trl", reason="pip install 'mmrl-suite[bench]'")
     slept = []
     monkeypatch.setattr(slow_tools, "CASES", {"short": 4})
+    monkeypatch.setattr(slow_tools, "WORKERS", 2)
+    monkeypatch.setattr(slow_tools, "TURNS", 2)
     monkeypatch.setattr(slow_tools, "find_spec", find_spec if peer else lambda name: None)
     # in the environments' threads and in TRL's tool
     monkeypatch.setattr(slow_tools, "sleep_s", lambda case, seed, turn: slept.append((seed, turn)) or 0.001)

@@ -270,7 +270,8 @@ def test_it_is_trained_from_python_with_its_class(tmp_path, monkeypatch):
         output_dir="run",
         options={"sim": sim, "evaluation": {"samples": 1, "videos": 0}},
     )
-    assert done.evaluation["success/greedy"] >= 0.5
+    before, after = (row["value"] for row in done.evaluation if row["metric"] == "success/sampled")
+    assert after > before
 
 
 @pytest.mark.parametrize(

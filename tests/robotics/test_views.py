@@ -471,7 +471,7 @@ def test_a_run_trains_with_two_cameras_and_its_policy_acts_with_them(tmp_path, m
     (tmp_path / "run.yaml").write_text(RUN)
     assert main(["train", "run.yaml"]) == 0
     actor = PolicyActor(tmp_path / "run")
-    assert (actor.options["camera"], actor.options["views"]) == ("front", ("wrist",))
+    assert (actor.options["camera"], actor.options["views"]) == ("", ("wrist",))  # "" is that of the scene
     weight = actor._served.policy.module.weight.detach().cpu()
     assert (weight - 1).abs().min() > 1e-4, "both cameras have learned"
     env = closing(TabletopEnv("reach", **actor.options))
