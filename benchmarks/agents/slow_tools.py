@@ -55,14 +55,14 @@ class SlowTools:
 
     def reset(self, task: dict[str, Any], seed: int) -> str:
         """Begin an episode."""
-        self._case, self._seed, self._turn = task["case"], seed, 0
+        self._seconds, self._turn = task["seconds"], 0
         return "Call a tool."
 
     def step(self, action: Any) -> tuple[str, float, bool]:
         """Observation, reward, and whether the episode is over."""
-        time.sleep(sleep_s(self._case, self._seed, self._turn))
+        time.sleep(self._seconds[self._turn])
         self._turn += 1
-        return f"turn {self._turn}", 1.0, self._turn == TURNS
+        return f"turn {self._turn}", 1.0, self._turn == len(self._seconds)
 
     def close(self) -> None:
         """Nothing to close."""
@@ -92,7 +92,9 @@ def settings_for(folder: Path) -> list[str]:
 def measure(recipe: Any, case: str, *, cohort: int | None, batching: str = "cohorts") -> dict[str, float]:
     """Wall seconds of a rollout, and the fraction of them in which nothing was sampled."""
     recipe.config.episode.cohort = cohort
-    tasks = [AgentTask(f"tools/{seed}", {"case": case}, seed=seed) for seed in range(CASES[case])]
+    # the environments are in other processes
+    seconds = [[sleep_s(case, seed, turn) for turn in range(TURNS)] for seed in range(CASES[case])]
+    tasks = [AgentTask(f"tools/{seed}", {"seconds": each}, seed=seed) for seed, each in enumerate(seconds)]
     seen, began = Counter[str](), time.perf_counter()
     dynamic = batching == "dynamic"
     episodes = recipe.run_episodes(recipe.policy, tasks, range(len(tasks)), seen=seen, dynamic=dynamic)

@@ -16,7 +16,6 @@ def test_every_way_runs_all_calls(monkeypatch, peer):
     monkeypatch.setattr(slow_tools, "WORKERS", 2)
     monkeypatch.setattr(slow_tools, "TURNS", 2)
     monkeypatch.setattr(slow_tools, "find_spec", find_spec if peer else lambda name: None)
-    # in the environments' threads and in TRL's tool
     monkeypatch.setattr(slow_tools, "sleep_s", lambda case, seed, turn: slept.append((seed, turn)) or 0.001)
     found = slow_tools.compare("short", rounds=1)
     assert set(found) == {*slow_tools.WAYS, *([slow_tools.PEER] if peer else [])}
