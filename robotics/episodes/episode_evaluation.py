@@ -332,7 +332,7 @@ class RobotMeasure(EpisodeMeasure[EpisodeSpec]):
             about,
             success_table(rows, bootstrap=None if self.greedy else self.seed),
         )
-        jumps = self._jumps(rows)
+        jumps = self._jumps(rows) if self.evaluation.delay.active else {}
         if jumps:
             LOGGER.info(
                 "actions change by %.3f from one control step to the next at seams, by %.3f inside of chunks",
