@@ -97,7 +97,7 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
     reward: ChunkRewardConfig = field(default_factory=ChunkRewardConfig)
     """Reward of a control step."""
     potential: PotentialConfig = rare(field(default_factory=PotentialConfig))
-    """What `reward.potential` weights instead of the environment's own rewards."""
+    """Potential for `reward.potential`, instead of the environment's rewards."""
     sac: SacSettings = field(default_factory=SacSettings)
     """The method."""
     batch: int = bounded(256, at_least=1)

@@ -67,7 +67,7 @@ def open_run_sim(config: SimConfig, success: SuccessConfig) -> RobotSim:
     if not config.image_size:
         camera = "" if config.kind in WITHOUT_CAMERAS else judge.camera
         shown = replace(config, image_size=(judge.config.encoder.image_size or (0,))[0], camera=camera)
-    # an empty key says that the environment has no success of its own
+    # an empty key: the environment does not report success
     silent = config.kind == "gymnasium" and config.options.get("adapter", {}).get("success_key") == ""
     sim = open_sim(past_success(shown))
     try:
@@ -120,7 +120,7 @@ class JudgedSim:
         return found
 
     def describe(self) -> Mapping[str, Any]:
-        """What the simulator says, and who decides about success."""
+        """The simulator's description, with the classifier that decides about success."""
         own = self._judge.config
         judge = {"classifier": self._weights, "threshold": own.threshold, "looks": own.looks}
         return {**self._sim.describe(), "success": judge}

@@ -89,7 +89,7 @@ class _Group:
 
 
 class TabletopBatch:
-    """Runs episodes of the tabletop tasks, or of your own tasks; implements `RobotSim`.
+    """Runs episodes of tabletop tasks or your own tasks; implements `RobotSim`.
 
     At the table the state has 22 entries, see `SceneSensors.state`, or with `state="proprio"` its first 10. Noise and
     delays of a domain randomisation are in observations; `full_state`, rewards, `object_poses` and recorded frames are

@@ -357,8 +357,10 @@ class Watchdog:
             if self._fed.wait(self._timeout_s) or self._ended:
                 continue
             self.fired += 1
-            with contextlib.suppress(Exception):  # a broken robot must not end the watch
+            try:
                 self._stop()
+            except Exception as error:  # a broken robot must not end the watch
+                LOGGER.error("the watchdog could not stop the arm: %s: %s", type(error).__name__, error)
             self._fed.wait()
 
 

@@ -195,6 +195,23 @@ def test_the_watchdog_fires_once_a_stall():
         watchdog.close()
 
 
+def test_a_stop_that_fails_is_reported_and_tried_again_at_the_next_stall(caplog):
+    tried = threading.Semaphore(0)
+
+    def stop():
+        tried.release()
+        raise OSError("the bus is gone")
+
+    watchdog = Watchdog(0.05, stop)
+    try:
+        for _ in range(2):
+            watchdog.feed()
+            assert tried.acquire(timeout=30)
+    finally:
+        watchdog.close()
+    assert caplog.text.count("could not stop the arm: OSError: the bus is gone") == 2
+
+
 def test_a_loop_that_hangs_is_stopped(policy):
     sent = []
     policy.go.release()

@@ -50,7 +50,7 @@ class FlowEpisodesConfig:
     tasks: list[str] = choice([], lambda: FLOW_TASKS)
     """Tasks; empty = all."""
     arms: list[str] = choice(["panda"], lambda: FLOW_ARMS, or_function=True)
-    """Arms that do each task, or module:Class (or module:function) of your own `ArmModel`."""
+    """Arms to evaluate on every task: names, or your own `ArmModel` as module:Class or module:function."""
     episodes: int = bounded(10, at_least=1)
     """Number of layouts per task, the same for all arms."""
     first: int = rare(bounded(0, at_least=0))

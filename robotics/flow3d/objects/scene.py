@@ -86,7 +86,7 @@ class SceneConfig:
     task: str = choice("place_red", lambda: FLOW_TASKS)
     """Task."""
     actor: str = choice("panda", ACTORS, or_function=True)
-    """Actor in view: an arm, hand, nobody, or module:Class (or module:function) of your own `ArmModel`."""
+    """Actor in view: an arm, hand, nobody, or your own `ArmModel` as module:Class or module:function."""
     shape: str = ""
     """Shape of the object; empty = the first one of the training data."""
     layouts: str = choice("train", SPLITS)
