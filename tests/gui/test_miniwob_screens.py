@@ -42,8 +42,8 @@ def test_listings_name_every_candidate_and_swapped_screens_keep_the_questions(bu
     rows = build("listed", count=len(PAGES), seed=4, check=False, most_answers=1, listings=1.0)
     assert {row["instruction"] for row in rows} == {LIST}
     assert {len(row["labels"]) for row in rows if row["kind"] == "click-color"} == {4}
-    own = build("own", count=2 * len(PAGES), seed=4, check=False)[len(PAGES) :]
-    other = build("other", count=len(PAGES), seed=4, check=False, swapped=True)
+    own = build("own", count=3, seed=4, check=False, pages=["click-color"])[1:]
+    other = build("other", count=2, seed=4, check=False, pages=["click-color"], swapped=True)
     for row, swapped in zip(own, other, strict=True):
         assert (swapped["id"], swapped["instruction"], swapped.get("bbox")) == (
             row["id"],
@@ -51,6 +51,13 @@ def test_listings_name_every_candidate_and_swapped_screens_keep_the_questions(bu
             row.get("bbox"),
         )
         assert (tmp_path / swapped["image"]).read_bytes() != (tmp_path / row["image"]).read_bytes()
+
+
+def test_screens_without_a_click_are_those_of_loaded_pages(build):
+    loaded, continued = (list(pointing_samples(2 * len(PAGES), seed=4, check=check)) for check in (True, False))
+    assert [sample.meta for sample in loaded] == [sample.meta for sample in continued]
+    assert [sample.target for sample in loaded] == [sample.target for sample in continued]
+    assert all(one.image.tobytes() == other.image.tobytes() for one, other in zip(loaded, continued, strict=True))
 
 
 def test_an_unknown_page_is_refused():

@@ -6,9 +6,10 @@ where the page gives its full reward.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from mmrl.gui.grounding.answers import answer_text, answer_tokens
 from mmrl.gui.grounding.coords import Box, CoordinateSpace
 from mmrl.gui.grounding.samples import AnyOf, GroundingSample, write_samples
 
+WIDTH_PX, HEIGHT_PX = 160, 210
+COLUMNS = 10
 COLOURS = (
     *("red", "blue", "olive", "lime", "black", "white", "grey", "purple", "orange", "yellow", "cyan", "pink"),
     "magenta",
@@ -38,10 +41,26 @@ CANDIDATES = """([all, name]) => {
   return [...document.querySelectorAll(all)].filter(reached)
     .map((element, number) => [box(element), named(element, number), words.includes(named(element, number))]);
 }"""
+SHEET = """([seeds, all, name, columns, width, height]) => {
+  document.querySelectorAll('.tile').forEach(tile => tile.remove());
+  const wrap = document.getElementById('wrap'), sheet = document.createDocumentFragment();
+  const screens = seeds.map((seed, number) => {
+    Math.seedrandom(seed);
+    core.startEpisodeReal();
+    const known = core.getUtterance(), found = (CANDIDATES)([all, name]), tile = wrap.cloneNode(true);
+    const left = width * ((number + 1) % columns), top = height * Math.floor((number + 1) / columns);
+    tile.classList.add('tile');
+    tile.style.cssText += `position: absolute; overflow: hidden; left: ${left}px; top: ${top}px;`
+      + `width: ${width}px; height: ${height}px`;
+    sheet.append(tile);
+    return [typeof known === 'string' ? known : known.utterance, found];
+  });
+  document.body.append(sheet);  // at the end: a page searches and clears the whole document for its next episode
+  return screens;
+}""".replace("CANDIDATES", CANDIDATES)
 PAGES = {
     "click-test-2": ("#area button", "e => e.textContent"),
     "click-color": ("#area .color", "e => e.dataset.color"),
-    "click-dialog-2": (".ui-dialog button", "e => e.textContent.trim().replace('Close', 'x')"),
     "click-widget": ("#area [data-type]", "e => e.dataset.type"),
     "focus-text-2": ("#area input", "(e, n) => ['1st', '2nd', '3rd'][n]"),
 }
@@ -60,13 +79,13 @@ def pointing_samples(
     listings: float = 0.0,
     swapped: bool = False,
 ) -> Iterator[GroundingSample]:
-    """Draw screens, the pages in turn.
+    """Draw screens, one page after the other.
 
     Args:
         count: number of samples.
         seed: of the series; series of different seeds share no screen.
         pages: names in `PAGES`.
-        check: click each box, and leave out what the page does not reward.
+        check: click each box, and leave out what the page does not reward; takes fifty times as long.
         most_answers: add worked answers, as the columns `answers` and `labels`: the right point and those of other
             candidates, one to this many in all; 0 = none.
         listings: fraction of worked answers that name every candidate instead, to the question `LIST`.
@@ -78,23 +97,18 @@ def pointing_samples(
     unknown = [name for name in pages if name not in PAGES]
     if unknown:
         raise UserError(f"there are no pointing screens for {unknown[0]!r}; available: {', '.join(PAGES)}")
-    env = MiniWobEnv(MiniWobSettings(tasks=tuple(pages)))
-    drawn = number = 0
-    earlier: dict[str, GroundingSample] = {}
-    while drawn < count:
-        name, page_seed = pages[number % len(pages)], (seed << 24) + number
-        number += 1
-        sample = _sample(env, name, page_seed, check, most_answers, listings)
-        if sample is None:
-            continue
-        other = earlier.get(name)
-        earlier[name] = sample
+    tiles = 1 if check else COLUMNS
+    env = MiniWobEnv(MiniWobSettings(tasks=tuple(pages), width_px=tiles * WIDTH_PX, height_px=tiles * HEIGHT_PX))
+    for place, name in enumerate(pages):
+        quota = count // len(pages) + (place < count % len(pages))
+        drawn = (_loaded if check else _tiled)(env, name, itertools.count(seed << 24))
+        screens = (screen for screen in drawn if screen.boxes)
+        if check:
+            screens = (screen for screen in screens if _is_rewarded(env, screen))
         if swapped:
-            if other is None:
-                continue
-            sample = replace(sample, image=other.image)
-        drawn += 1
-        yield sample
+            screens = (replace(now, image=earlier.image) for earlier, now in itertools.pairwise(screens))
+        for screen in itertools.islice(screens, quota):
+            yield screen.sample(most_answers, listings)
     env.close()
 
 
@@ -110,38 +124,74 @@ def build_model(path: str | Path, **options: Any) -> Path:
     asked = (
         "Click button ONE. TWO.",
         *(f"Click on the {colour} colored box." for colour in COLOURS),
-        *(f'Click the button in the dialog box labeled "{name}".' for name in ("x", "OK", "Cancel")),
         *(f'Click on a "{kind}" widget.' for kind in KINDS),
         "Focus into the 1st 2nd 3rd input textbox.",
     )
-    labels = ["ONE", "TWO", *COLOURS, "x", "OK", "Cancel", *KINDS, "1st", "2nd", "3rd"]
+    labels = ["ONE", "TWO", *COLOURS, *KINDS, "1st", "2nd", "3rd"]
     corpus = [*(list(asked) * 10), LIST, answer_text([(1, 2)], CoordinateSpace.REL1000, ["label"])]
     return build_tiny(path, corpus=corpus, tokens=answer_tokens(labels), **({"vocab_size": 1400} | options))
 
 
-def _sample(
-    env: MiniWobEnv, name: str, seed: int, check: bool, most_answers: int, listings: float
-) -> GroundingSample | None:
-    """The sample of a page, or None where it has no right candidate, or the page does not reward it."""
-    from PIL import Image
+@dataclass(frozen=True)
+class _Screen:
+    """A screen of a page: its candidates are (box, name, whether it is correct)."""
 
-    observation, _ = env.reset(seed=seed, options={"task": {"name": name, "seed": seed}})
-    found = [(Box(*box), label, right) for box, label, right in env.page.evaluate(CANDIDATES, list(PAGES[name]))]
-    boxes = [box for box, _, right in found if right]
-    if not boxes or (check and not env.step({"name": "click", "arguments": {"point": boxes[0].center}})[4]["success"]):
-        return None
-    meta: dict[str, Any] = {"id": f"{name}-{seed}", "kind": name, "seed": seed}
-    instruction = observation["instruction"]
-    if most_answers:
-        draw = random.Random(f"worked/{seed}")
-        if draw.random() < listings:
-            # by name, so that a model learns to find a place by its name, which is what questions ask for
-            instruction, named = LIST, sorted(found, key=lambda candidate: str(candidate[1]))
-        else:
-            draw.shuffle(found)
-            found.sort(key=lambda candidate: not candidate[2])
-            named = [found[0], *(one for one in found if not one[2])][: draw.randint(1, most_answers)]
-        meta |= {"labels": [label for _, label, _ in named], "answers": [list(box.center) for box, _, _ in named]}
-    image = observation["image"]
-    target = boxes[0] if len(boxes) == 1 else AnyOf(tuple(boxes))
-    return GroundingSample(Image.fromarray(image), (image.shape[1], image.shape[0]), instruction, target, meta=meta)
+    name: str
+    seed: int
+    instruction: str
+    candidates: list[tuple[Box, Any, bool]]
+    image: Any
+
+    @property
+    def boxes(self) -> tuple[Box, ...]:
+        return tuple(box for box, _, correct in self.candidates if correct)
+
+    def sample(self, most_answers: int, listings: float) -> GroundingSample:
+        from PIL import Image
+
+        meta: dict[str, Any] = {"id": f"{self.name}-{self.seed}", "kind": self.name, "seed": self.seed}
+        instruction = self.instruction
+        if most_answers:
+            draw, found = random.Random(f"worked/{self.seed}"), list(self.candidates)
+            if draw.random() < listings:
+                # by name, so that a model learns to find a place by its name, which is what questions ask for
+                instruction, named = LIST, sorted(found, key=lambda candidate: str(candidate[1]))
+            else:
+                draw.shuffle(found)
+                found.sort(key=lambda candidate: not candidate[2])
+                named = [found[0], *(one for one in found if not one[2])][: draw.randint(1, most_answers)]
+            meta |= {"labels": [label for _, label, _ in named], "answers": [list(box.center) for box, _, _ in named]}
+        target = self.boxes[0] if len(self.boxes) == 1 else AnyOf(self.boxes)
+        return GroundingSample(Image.fromarray(self.image), (WIDTH_PX, HEIGHT_PX), instruction, target, meta=meta)
+
+
+def _loaded(env: MiniWobEnv, name: str, seeds: Iterator[int]) -> Iterator[_Screen]:
+    """Screens of a page that is loaded for each."""
+    for seed in seeds:
+        observation, _ = env.reset(seed=seed, options={"task": {"name": name, "seed": seed}})
+        found = env.page.evaluate(CANDIDATES, list(PAGES[name]))
+        yield _Screen(name, seed, observation["instruction"], _candidates(found), observation["image"])
+
+
+def _tiled(env: MiniWobEnv, name: str, seeds: Iterator[int]) -> Iterator[_Screen]:
+    """The same screens as copies side by side in one large page, many times as fast."""
+    env.reset(seed=0, options={"task": {"name": name}})
+    while True:
+        # the episode itself is in the first place
+        batch = list(itertools.islice(seeds, COLUMNS**2 - 1))
+        sheet = [list(map(str, batch)), *PAGES[name], COLUMNS, WIDTH_PX, HEIGHT_PX]
+        told, image = env.page.evaluate(SHEET, sheet), env.page.screenshot()
+        for place, (seed, (instruction, found)) in enumerate(zip(batch, told, strict=True), start=1):
+            top, left = place // COLUMNS * HEIGHT_PX, place % COLUMNS * WIDTH_PX
+            tile = image[top : top + HEIGHT_PX, left : left + WIDTH_PX]
+            yield _Screen(name, seed, instruction, _candidates(found), tile)
+
+
+def _is_rewarded(env: MiniWobEnv, screen: _Screen) -> bool:
+    """Whether the page gives its full reward for a click into the first correct box."""
+    click = {"name": "click", "arguments": {"point": screen.boxes[0].center}}
+    return bool(env.step(click)[4]["success"])
+
+
+def _candidates(found: list[Any]) -> list[tuple[Box, Any, bool]]:
+    return [(Box(*box), label, correct) for box, label, correct in found]
