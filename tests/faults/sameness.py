@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pyarrow.parquet import read_table
 from safetensors.torch import load_file
 
 __all__ = ["differences"]
@@ -24,8 +25,14 @@ def differences(first: Path, second: Path) -> list[str]:
         first: folder of a run.
         second: folder of another.
     """
-    names = [_files(folder) for folder in (first, second)]
-    found = [f"{name} only in {first.name}" for name in sorted(names[0] - names[1])]
+    datasets = [path.parents[1].relative_to(first) for path in first.rglob("meta/info.json")]
+    names = [
+        {name for name in _files(folder) if not any(_is_part(Path(name), dataset) for dataset in datasets)}
+        for folder in (first, second)
+    ]
+    differ = [dataset for dataset in datasets if _episodes(first / dataset) != _episodes(second / dataset)]
+    found = [f"{dataset}: other episodes" for dataset in differ]
+    found += [f"{name} only in {first.name}" for name in sorted(names[0] - names[1])]
     found += [f"{name} only in {second.name}" for name in sorted(names[1] - names[0])]
     for name in sorted(names[0] & names[1]):
         reason = _difference(first / name, second / name)
@@ -36,6 +43,21 @@ def differences(first: Path, second: Path) -> list[str]:
 def _files(folder: Path) -> set[str]:
     paths = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return {str(path) for path in paths if path.parts[0] not in NOT_COMPARED}
+
+
+def _is_part(path: Path, dataset: Path) -> bool:
+    """Whether a file holds some of a dataset's episodes: a recording that continues begins new files."""
+    return path.suffix == ".parquet" and path.is_relative_to(dataset)
+
+
+def _episodes(dataset: Path) -> list[list[dict[str, Any]]]:
+    """Rows of a dataset's frames and episodes, without where they are stored."""
+    found = []
+    for folder, key in (("data", "index"), ("meta/episodes", "episode_index")):
+        rows = [row for path in (dataset / folder).rglob("*.parquet") for row in read_table(path).to_pylist()]
+        kept = ({name: row[name] for name in row if not name.endswith(("/chunk_index", "/file_index"))} for row in rows)
+        found.append(sorted(kept, key=lambda row: row[key]))
+    return found
 
 
 def _difference(first: Path, second: Path) -> str:

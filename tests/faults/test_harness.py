@@ -9,10 +9,12 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 import torch
 
 from mmrl.errors import UserError
+from robotics.data import EpisodeWriter, robot_features
 from tests.faults import batches, children
 from tests.faults.batches import InputCampaign, Kind, Verdict, of_call, of_command
 from tests.faults.children import Nursery
@@ -163,3 +165,19 @@ def test_runs_are_compared_bit_for_bit_apart_from_times(tmp_path):
     more = write_run(tmp_path / "more")
     os.remove(more / "metrics.jsonl")
     assert differences(first, more) == ["metrics.jsonl only in first"]
+
+
+def test_a_dataset_is_compared_by_its_episodes_and_not_by_its_files(tmp_path):
+    def record(name, sessions):
+        episodes = iter(range(3))
+        for count in sessions:
+            with EpisodeWriter(tmp_path / name / "record", 10, robot_features(state=1, action=1), "arm") as writer:
+                for _ in range(count):
+                    value = np.full((2, 1), next(episodes), np.float32)
+                    writer.add_episode(value, value + (name == "other"), {}, task="push", success=True)
+        return tmp_path / name
+
+    whole, continued, other = record("whole", [3]), record("continued", [1, 2]), record("other", [3])
+    assert len(list((continued / "record/data").rglob("*.parquet"))) == 2
+    assert differences(whole, continued) == []
+    assert "record: other episodes" in differences(whole, other)
