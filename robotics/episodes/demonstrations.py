@@ -55,6 +55,10 @@ class DemonstrationConfig(BuiltPath):
     unscaled: list[int] = field(default_factory=list)
     """Action entries that `acting.scale: bounds_q99` does not scale, such as the gripper; -1 is the last one."""
 
+    min_state_std: float = rare(bounded(0.0, at_least=0))
+    """Minimum standard deviation by which state entries are divided, in their own units. Without one, a policy is
+    thrown off by tiny changes of an entry that hardly moves in the demonstrations. 0.05 suits metres and radians."""
+
     @property
     def cameras(self) -> list[str]:
         """Cameras that the policy sees, the one of its images first; empty without images."""

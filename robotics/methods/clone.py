@@ -11,6 +11,7 @@ Source: ALVINN (Pomerleau, 1988); action chunks: ACT, arXiv 2304.13705.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,9 +33,13 @@ from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations
 from robotics.episodes.episode_evaluation import RobotEvaluationConfig
 from robotics.methods.robot_recipe import RobotDomain, RobotParts
 from robotics.policies.base.action_policy import ActionPolicy, PolicyInputs
+from robotics.policies.base.action_statistics import StateStatistics
 from robotics.policies.base.action_tokens import RowGenerators
 from robotics.rewards.judged_sim import open_run_sim
 from robotics.sim.episodes import RobotSim, views_of
+from robotics.sim.interface import interface_of, read_sizes
+
+LOGGER = logging.getLogger("mmrl")
 
 
 def _trainer() -> BaseTrainerConfig:
@@ -102,7 +107,7 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
         scaled = config.acting.scale != "none"
         self.policy.statistics = self.demonstrations.statistics(config.demonstrations.unscaled) if scaled else None
         # the statistics are saved with the policy, which normalises in the simulator as it did here
-        self.policy.scale_states(self.demonstrations.state_statistics())
+        self.policy.scale_states(self._state_statistics())
         self.scale = action_scale(self.policy, config.acting)
 
     def check_data(self) -> None:
@@ -113,6 +118,19 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
                 f"the actions of {self.config.demonstrations.path} have {found} entries, but the simulator's have "
                 f"{self.sim.action_size}"
             )
+
+    def _state_statistics(self) -> StateStatistics:
+        found, minimum = self.demonstrations.state_statistics(), self.config.demonstrations.min_state_std
+        quiet = [] if minimum else found.quiet()
+        if quiet and getattr(read_sizes(self.policy), "state_size", 0) is not None:
+            names = interface_of(self.sim).state or [f"entry {number}" for number in range(found.size)]
+            LOGGER.warning(
+                "state entries that hardly move in the demonstrations: %s (standard deviation at most %.2g); small "
+                "changes of them will look large to the policy, so set demonstrations.min_state_std, such as 0.05 for "
+                "metres and radians, or record demonstrations with noise",
+                *(", ".join(names[number] for number in quiet), found.std[quiet].max()),
+            )
+        return found.at_least(minimum)
 
     def _check_views(self) -> None:
         found, wanted = len(self.config.demonstrations.views), self.policy.views

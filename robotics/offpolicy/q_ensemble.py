@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm
 
-from robotics.policies.base.action_statistics import STATE_LIMIT, StateStatistics
+from robotics.policies.base.action_statistics import MOVES, STATE_LIMIT, StateStatistics
 
 
 class QEnsemble(nn.Module):
@@ -68,7 +68,7 @@ class QEnsemble(nn.Module):
         self.mean.copy_(torch.as_tensor(statistics.mean))
         # an entry that never varied is only centred
         std = torch.as_tensor(statistics.std)
-        self.std.copy_(std.where(std > 1e-6, 1.0))
+        self.std.copy_(std.where(std > MOVES, 1.0))
 
     def forward(self, states: Tensor, actions: Tensor) -> Tensor:
         """Values (E, B) of states (B, S) and actions (B, K, D).

@@ -18,12 +18,12 @@ from mmrl.training.update import count_denominators
 from robotics.data import LeRobotReader
 from robotics.data.reader import LazyImages
 from robotics.episodes.collect import ActingSettings, replay_episode, run_episodes
-from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
+from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
 from robotics.episodes.payload import EpisodeSetConfig
 from robotics.methods.clone import CloneConfig, CloneRecipe
 from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
 from robotics.policies.base.action_policy import ActionChoice, open_policy
-from robotics.policies.base.action_statistics import ActionStatistics
+from robotics.policies.base.action_statistics import ActionStatistics, StateStatistics
 from robotics.policies.module import ModuleAdapter
 from robotics.policies.policy_loading import ActionPolicyConfig
 from robotics.sim.episodes import EpisodeSpec
@@ -120,6 +120,20 @@ def test_what_lies_behind_the_end_of_an_episode_does_not_count(tmp_path, demos):
     assert torch.equal(recipe.loss(recipe.policy, rollouts, denominators, Step()).loss, before)
     rollouts.payload.actions[~behind] *= -1
     assert not torch.equal(recipe.loss(recipe.policy, rollouts, denominators, Step()).loss, before)
+
+
+def test_a_state_that_hardly_moves_is_warned_about_unless_it_has_a_minimum(tmp_path, demos, monkeypatch, caplog):
+    found = StateStatistics(np.zeros(2), np.array([1.0, 1e-3]))
+    monkeypatch.setattr(Demonstrations, "state_statistics", lambda self: found)
+    recipe = CloneRecipe(clone(tmp_path, demos))
+    (message,) = (text for record in caplog.records if "hardly move" in (text := record.getMessage()))
+    assert "demonstrations: entry 1 (standard deviation at most 0.001)" in message
+    assert "demonstrations.min_state_std" in message
+    torch.testing.assert_close(recipe.policy.encoder.scale.std, torch.tensor([1.0, 1e-3]))
+    caplog.clear()
+    recipe = CloneRecipe(clone(tmp_path, demos, demonstrations={"min_state_std": 0.05}))
+    assert "hardly move" not in caplog.text
+    torch.testing.assert_close(recipe.policy.encoder.scale.std, torch.tensor([1.0, 0.05]))
 
 
 @pytest.mark.parametrize(

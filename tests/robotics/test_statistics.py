@@ -164,3 +164,12 @@ def test_states_that_never_change_are_only_shifted_and_stay_bounded():
     torch.testing.assert_close(found[:, 1], torch.tensor([-1.0, 1.0, 0.0]))
     latent = StateLatent(StateSettings(mean=[0.3, 0.5], std=[0.0, 0.5]))
     assert np.isfinite(latent._prepare(None, np.array([[0.3, 0.0], [0.4, 1.0]], np.float32))).all()
+
+
+def test_entries_that_hardly_move_are_named_and_divided_by_a_minimum():
+    states = np.random.default_rng(0).normal(size=(500, 4)) * [1.0, 0.5, 0.001, 0.0]
+    found = StateStatistics.from_arrays(states)
+    assert found.quiet() == [2]
+    np.testing.assert_allclose(found.at_least(0.05).std, [*found.std[:2], 0.05, 0.0])
+    assert found.at_least(0.0).std.tolist() == found.std.tolist()
+    assert StateStatistics.from_arrays(np.ones((3, 2))).quiet() == []

@@ -29,6 +29,10 @@ FARTHEST = 3.0
 """Actions beyond this, on the scale -1..1, are more than a full range outside, which means different units rather than
 a few large commands."""
 STATE_LIMIT = 10.0
+MOVES = 1e-6
+"""Standard deviation above which an entry of the state counts as moving; others are only centred."""
+QUIET = 0.05
+"""Fraction of the median standard deviation of the moving entries below which one of them counts as quiet."""
 """Standardised states are clipped to this."""
 
 
@@ -268,6 +272,19 @@ class StateStatistics:
         """Compute them from (N, S) states; raises UserError if there are none or some are not finite."""
         values = _table(states, "states")
         return cls(values.mean(0), values.std(0))
+
+    def at_least(self, minimum: float) -> StateStatistics:
+        """The same with standard deviations of moving entries of at least `minimum`, in the state's units."""
+        return StateStatistics(self.mean, np.where(self.std > MOVES, np.maximum(self.std, minimum), self.std))
+
+    def quiet(self) -> list[int]:
+        """Entries that hardly move: a small change of them is many standard deviations.
+
+        Their units are not known, so this is a reason to look at them, not an error.
+        """
+        moving = self.std[self.std > MOVES]
+        limit = QUIET * np.median(moving) if len(moving) else 0.0
+        return np.flatnonzero((self.std > MOVES) & (self.std < limit)).tolist()
 
 
 def libero_gripper(actions: Values) -> Values:

@@ -30,7 +30,7 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, rare
 from mmrl.files import parse_json, read_file, write_atomically
 from robotics.policies.base.action_policy import PolicyInputs
-from robotics.policies.base.action_statistics import STATE_LIMIT, ActionRange, ActionStatistics, StateStatistics
+from robotics.policies.base.action_statistics import MOVES, STATE_LIMIT, ActionRange, ActionStatistics, StateStatistics
 from robotics.policies.base.saved import (
     build_fitting,
     make_config,
@@ -182,7 +182,8 @@ class StateScale(nn.Module):
             raise UserError(f"the statistics have {statistics.size} state entries, but the policy has {len(self.mean)}")
         self.mean.copy_(torch.as_tensor(statistics.mean))
         # constant entries are only shifted: dividing by a tiny deviation would blow up any change in the simulator
-        self.std.copy_(torch.as_tensor(statistics.std).where(torch.as_tensor(statistics.std) > 1e-6, 1.0))
+        std = torch.as_tensor(statistics.std)
+        self.std.copy_(std.where(std > MOVES, 1.0))
 
     def forward(self, state: Tensor) -> Tensor:
         """Scale (B, S) states."""
