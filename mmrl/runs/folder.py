@@ -31,6 +31,8 @@ MOVED = (
     "result.json",
     "answers.jsonl",
     "warnings.jsonl",
+    "replay/dataset",
+    "replay/index.bin",
     "evaluations.jsonl",
     "metrics.jsonl",
 )
@@ -76,7 +78,9 @@ def set_aside(run_dir: Path) -> Path | None:
         folder = run_dir / EARLIER / stamp
     folder.mkdir(parents=True)
     for path in found:
-        path.rename(folder / path.name)
+        target = folder / path.relative_to(run_dir)
+        target.parent.mkdir(exist_ok=True)
+        path.rename(target)
     return folder
 
 

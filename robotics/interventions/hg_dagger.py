@@ -218,7 +218,6 @@ class HgDaggerRecipe(CloneRecipe):
         )
         self.parts |= {"interventions": self.demonstrations}
         self._watched = list_episodes(config.data, self.sim.tasks(), self.sim.layouts())
-        self._round: dict[str, float] = {}
         self._rows = 0
         self._published: int | None = None
 
@@ -272,7 +271,16 @@ class HgDaggerRecipe(CloneRecipe):
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Size of the dataset, and the interventions of the last round."""
         found = super().step_metrics(rollouts) | {"data/person_steps": float(self.demonstrations.person_steps)}
-        return found | {"data/epoch": self._rows / self.demonstrations.num_transitions} | self._round
+        return found | {"data/epoch": self._rows / self.demonstrations.num_transitions} | self._last_round()
+
+    def load_parts(self, folder: Path) -> None:
+        """Open the recorded episodes: closing them finishes what an interruption left unfinished."""
+        if PartialState().is_main_process and not self.config.interventions.live:
+            _ = self._record
+
+    def _last_round(self) -> dict[str, float]:
+        lines = self.demonstrations.attempts[-self.config.interventions.episodes :]
+        return round_metrics(lines) if lines else {}
 
     def _collect(self, policy: ActionPolicy, wanted: int) -> None:
         """Run the attempts that the dataset lacks, as many at once as the simulator can."""
@@ -289,7 +297,6 @@ class HgDaggerRecipe(CloneRecipe):
 
     def _take(self, wanted: int) -> None:
         lines = self.demonstrations.take(wanted)
-        self._round = round_metrics(lines)
         failures = [line["reason"] for line in lines if line["episode_index"] is None]
         for reason in failures[:1]:
             LOGGER.warning(

@@ -100,8 +100,8 @@ class Replay:
         if self._index is None:
             if (self.dataset / INFO_PATH).exists():
                 raise UserError(
-                    f"{self.folder} has the replay of an earlier run that was not resumed; move it away, or choose "
-                    "another output_dir"
+                    f"{self.folder} has the replay of an earlier run that was not resumed; use --resume, move it away, "
+                    "or choose another output_dir"
                 )
             self._index = TransitionFile(self.folder / INDEX_FILE, self.form)
         return self._index

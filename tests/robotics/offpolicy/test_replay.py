@@ -7,8 +7,9 @@ import pytest
 import torch
 
 from mmrl.errors import UserError
+from mmrl.runs.folder import set_aside
 from robotics.data import LeRobotReader
-from robotics.offpolicy.replay import NEXT, Replay, read_records
+from robotics.offpolicy.replay import DATASET, INDEX_FILE, NEXT, Replay, read_records
 from robotics.offpolicy.transitions import TransitionForm
 from tests.robotics.offpolicy.line_sac import FORM, episode
 
@@ -130,3 +131,17 @@ def test_numbers_that_are_not_finite_are_refused_before_they_are_learned_from(tm
     wrong.states[1, 0] = np.nan
     with pytest.raises(ValueError, match="not finite"):
         replay_of(tmp_path / "replay", wrong)
+
+
+def test_a_run_that_starts_again_moves_its_replay_aside_but_not_the_prior_data(tmp_path):
+    for name in ("replay/dataset/meta", "replay"):
+        (tmp_path / name).mkdir(parents=True, exist_ok=True)
+    for name in ("replay/dataset/meta/info.json", "replay/index.bin", "replay/prior.bin"):
+        (tmp_path / name).touch()
+    moved = set_aside(tmp_path)
+    assert {str(path.relative_to(moved)) for path in moved.rglob("*.*")} == {
+        "replay/dataset/meta/info.json",
+        "replay/index.bin",
+    }
+    assert [path.name for path in (tmp_path / "replay").iterdir()] == ["prior.bin"]
+    assert (DATASET, INDEX_FILE) == ("dataset", "index.bin")
