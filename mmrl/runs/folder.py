@@ -37,7 +37,7 @@ MOVED = (
     "metrics.jsonl",
 )
 """Files that a new run appends to or replaces; the two that mark a started run come last. `episodes` is kept: its rows
-belong to the weights that produced them."""
+belong to the weights that produced them. So is the rest of `replay`: prior data, which does not depend on the run."""
 LOGGER = logging.getLogger("mmrl")
 DONE, NOTHING_LEARNED = FINISHED = ("done", "nothing_learned")
 """Values of `status` in result.json for a run that has reached its last step, with and without an optimiser step."""

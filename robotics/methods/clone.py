@@ -120,7 +120,15 @@ class CloneRecipe(RobotDomain, SupervisedRecipe[ActionPolicy, Any]):
             )
 
     def _state_statistics(self) -> StateStatistics:
+        """Statistics of the demonstrations' states; raises UserError for a minimum that the policy would not use."""
         found, minimum = self.demonstrations.state_statistics(), self.config.demonstrations.min_state_std
+        if type(self.policy).scale_states is ActionPolicy.scale_states:
+            if minimum:
+                raise UserError(
+                    f"demonstrations.min_state_std is {minimum:g}, but a {type(self.policy).__name__} standardises its "
+                    "states itself; remove it"
+                )
+            return found
         quiet = [] if minimum else found.quiet()
         if quiet and getattr(read_sizes(self.policy), "state_size", 0) is not None:
             names = interface_of(self.sim).state or [f"entry {number}" for number in range(found.size)]

@@ -85,7 +85,7 @@ def _robotics(config: Any, folder: Path) -> None:
     from robotics.episodes.payload import EpisodeSetConfig
 
     if config.recipe == "robot_success":
-        return  # it reads images, and its evaluation has none of its own
+        return  # it is evaluated on recorded images, not on episodes
     config.eval_data = {"held_out": EpisodeSetConfig(tasks=["right", "left"], split="held_out", layouts=2)}
     config.evaluation = dataclasses.replace(config.evaluation, videos=1)
 

@@ -22,7 +22,7 @@ from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations
 from robotics.episodes.payload import EpisodeSetConfig
 from robotics.methods.clone import CloneConfig, CloneRecipe
 from robotics.methods.grpo import RobotGrpoConfig, RobotGrpoRecipe
-from robotics.policies.base.action_policy import ActionChoice, open_policy
+from robotics.policies.base.action_policy import ActionChoice, ActionPolicy, open_policy
 from robotics.policies.base.action_statistics import ActionStatistics, StateStatistics
 from robotics.policies.module import ModuleAdapter
 from robotics.policies.policy_loading import ActionPolicyConfig
@@ -134,6 +134,9 @@ def test_a_state_that_hardly_moves_is_warned_about_unless_it_has_a_minimum(tmp_p
     recipe = CloneRecipe(clone(tmp_path, demos, demonstrations={"min_state_std": 0.05}))
     assert "hardly move" not in caplog.text
     torch.testing.assert_close(recipe.policy.encoder.scale.std, torch.tensor([1.0, 0.05]))
+    monkeypatch.setattr(type(recipe.policy), "scale_states", ActionPolicy.scale_states)
+    with pytest.raises(UserError, match=r"min_state_std is 0\.05, but a .* standardises its states itself"):
+        CloneRecipe(clone(tmp_path, demos, demonstrations={"min_state_std": 0.05}))
 
 
 @pytest.mark.parametrize(

@@ -97,7 +97,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(finished, tmp_path, demos, cu
     run = train(ENTRY, dagger(tmp_path / "run", demos), resume=True)
     assert torch.equal(weights(run), weights(finished))
     assert len(read_attempts(run / "interventions")) == 6
-    shown = ("bc/loss", "data/transitions", "data/person_steps")
+    shown = ("bc/loss", "data/transitions", "data/person_steps", "intervention/rate", "intervention/per_episode")
     assert [[row[name] for name in shown] for row in metrics(run)] == [
         [row[name] for name in shown] for row in metrics(finished)
     ]
