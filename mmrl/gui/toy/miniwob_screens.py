@@ -85,7 +85,7 @@ def pointing_samples(
         count: number of samples.
         seed: of the series; series of different seeds share no screen.
         pages: names in `PAGES`.
-        check: click each box, and leave out what the page does not reward; takes fifty times as long.
+        check: click each box, and leave out what the page does not reward; takes about twenty times as long.
         most_answers: add worked answers, as the columns `answers` and `labels`: the right point and those of other
             candidates, one to this many in all; 0 = none.
         listings: fraction of worked answers that name every candidate instead, to the question `LIST`.
