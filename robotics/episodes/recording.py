@@ -204,7 +204,7 @@ def build_demonstrations(
         first_layout: number of the first layout, in the split train.
         noise: standard deviation of noise on the executed actions, on the scale -1..1, so that the data shows how to
             recover. `action` stays the expert's; `complementary_info.executed_action` is what was executed. Entries
-            whose name contains "gripper" get none.
+            whose name contains "gripper" get none, so the simulator must name its action entries.
         noise_share: fraction of the control steps with noise, drawn at random.
         seed: seed of the noise.
         full: whether to store the simulator's full state, as `observation.environment_state`, for a critic that reads
@@ -269,8 +269,13 @@ def _acting(sim: RobotSim, episodes: Sequence[EpisodeSpec], noise: ActionNoise) 
     ask: Callable[[], NDArray[np.float64]] = known.expert_actions
     numbers = list(sim.tasks())
     rngs = [np.random.default_rng([noise.seed, numbers.index(spec.task), spec.layout]) for spec in episodes]
-    names = interface_of(sim).actions or ("",) * sim.action_size
-    moves = np.array(["gripper" not in name for name in names])
+    names = interface_of(sim).actions
+    if noise.std and names is None:
+        raise UserError(
+            f"noise is {noise.std}, but the simulator does not name its action entries, so a gripper would get noise "
+            "too; set action_names in the environment's metadata, or leave noise out"
+        )
+    moves = np.array(["gripper" not in name for name in names or ()])
 
     def act(seen: RobotObservation) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         actions = ask().astype(np.float32)

@@ -8,6 +8,7 @@ from robotics.data import LeRobotReader
 from robotics.data.features import ACTION, EXECUTED, FULL_STATE
 from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
 from robotics.episodes.recording import build_demonstrations
+from tests.robotics.noisy_line import NoisyLine
 
 SIM = {"kind": "tests.robotics.noisy_line:open_noisy", "image_size": 0}
 NOISY = {"sim": SIM, "episodes": 4, "noise": 0.4, "seed": 3, "full": True}
@@ -84,3 +85,19 @@ def test_wrong_options_are_named(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         built(tmp_path / "demos", **changes)
     assert not (tmp_path / "demos").exists()
+
+
+class UnnamedLine(NoisyLine):
+    action_names = None
+
+
+def open_unnamed(config):
+    return UnnamedLine(**config.options)
+
+
+def test_noise_without_names_of_the_action_entries_is_refused_because_it_would_shake_a_gripper(tmp_path):
+    unnamed = {"sim": {**SIM, "kind": f"{__name__}:open_unnamed"}}
+    with pytest.raises(UserError, match="does not name its action entries, so a gripper would get noise too"):
+        built(tmp_path / "demos", **unnamed)
+    assert not (tmp_path / "demos").exists()
+    assert len(built(tmp_path / "demos", **unnamed, noise=0.0)) == 4 * 2
