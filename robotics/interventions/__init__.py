@@ -8,7 +8,7 @@ _NAMES = {
     "robotics.interventions.devices": ("Device", "DeviceInput", "GamepadDevice", "KeyboardDevice", "SpaceMouseDevice"),
     "robotics.interventions.hg_dagger": ("HgDaggerConfig", "HgDaggerRecipe"),
     "robotics.interventions.overseers": ("Overseer", "OverseerConfig", "Person", "ScriptedOverseer"),
-    "robotics.interventions.pacing": ("ControlRate", "Pacer"),
+    "robotics.episodes.pacing": ("ControlRate", "Pacer"),
     "robotics.interventions.record": ("InterventionRecord",),
     "robotics.interventions.session": ("intervene",),
     "robotics.interventions.watched": ("WatchedEpisode", "intervention_rewards", "run_watched"),

@@ -37,7 +37,7 @@ from robotics.sim.interface import interface_of
 if TYPE_CHECKING:
     from typing import Self
 
-    from robotics.interventions.pacing import ControlRate
+    from robotics.episodes.pacing import ControlRate
     from robotics.sim.episodes import RobotSim
 
 LOGGER = logging.getLogger("mmrl")

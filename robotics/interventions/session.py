@@ -30,11 +30,11 @@ from mmrl.config import load_run
 from mmrl.errors import RunError, UserError
 from mmrl.files import last_line, output_folder
 from mmrl.runs.folder import has_begun
+from robotics.episodes.pacing import ControlRate, Pacer
 from robotics.episodes.payload import episode_id, list_episodes
 from robotics.interventions.devices import QUIT, REDO, Device
 from robotics.interventions.hg_dagger import ACTOR, HgDaggerConfig, published
 from robotics.interventions.overseers import Overseer, Person, open_overseer
-from robotics.interventions.pacing import ControlRate, Pacer
 from robotics.interventions.record import InterventionRecord
 from robotics.interventions.watched import WatchedEpisode, run_watched
 from robotics.policies.policy_loading import load_action_policy

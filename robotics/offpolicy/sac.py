@@ -63,12 +63,11 @@ from robotics.offpolicy.q_ensemble import QEnsemble
 from robotics.offpolicy.replay import Replay
 from robotics.offpolicy.sac_learner import NonFiniteError, Rates, SacLearner, SacSettings, over_updates
 from robotics.offpolicy.transitions import Experience, TransitionBatch, TransitionFile, TransitionForm, prior_count
-from robotics.policies.base.action_policy import ActionChoice, ActionPolicy, PolicyInputs
+from robotics.policies.base.action_policy import ActionPolicy, PolicyInputs
 from robotics.policies.base.action_statistics import StateStatistics
-from robotics.policies.base.action_tokens import draw_rows
-from robotics.policies.improved import ImprovedPolicy
+from robotics.policies.improved import BaseActs, ImprovedPolicy
 from robotics.policies.policy_loading import ActionPolicyConfig
-from robotics.policies.squashed import SquashedActionPolicy
+from robotics.policies.squashed import SquashedActionPolicy, UniformPolicy
 from robotics.sim.episodes import RobotSim
 from robotics.sim.interface import interface_of
 
@@ -159,38 +158,6 @@ class ExperiencePayload(EpisodePayload):
     """(B, C, K, A) float32 in -1..1: executed actions, and those of the policy for steps that were not executed."""
     rewards: Tensor | None = per_decision(default=None)
     """(B, C, K) float32, the environment's reward of each control step; 0 where not executed."""
-
-
-class UniformPolicy:
-    """Uniform actions in -1..1, whatever is observed."""
-
-    past = 0
-
-    def __init__(self, chunk: int, action_size: int) -> None:
-        self.chunk = chunk
-        self.action_size = action_size
-
-    def act(
-        self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
-    ) -> ActionChoice:
-        """Choose a chunk of actions for each row; decisions are before a tanh, as those of a squashed policy."""
-        drawn = draw_rows(torch.rand, (len(batch), self.chunk, self.action_size), generator) * 2 - 1
-        logp = torch.full((len(batch), self.chunk), -self.action_size * float(np.log(2)))
-        return ActionChoice(drawn, drawn.atanh(), logp)
-
-
-class BaseActs:
-    """Acts as the frozen base of a policy."""
-
-    past = 0
-
-    def __init__(self, policy: ImprovedPolicy) -> None:
-        self._policy = policy
-        self.chunk = policy.chunk
-
-    def act(self, batch: PolicyInputs, generator: torch.Generator, **options: Any) -> ActionChoice:
-        """Choose a chunk of actions for each row."""
-        return self._policy.act(batch, generator, **options, base_only=True)
 
 
 class SacUpdater:

@@ -376,3 +376,17 @@ class SteeredPolicy(ImprovedPolicy):
         assert self.base.noise_shape is not None
         start = self.config.bound * chosen
         return self._base_actions(batch, generator, start=start.expand(-1, self.base.noise_shape[0], -1))
+
+
+class BaseActs:
+    """Acts as the frozen base of a policy."""
+
+    past = 0
+
+    def __init__(self, policy: ImprovedPolicy) -> None:
+        self._policy = policy
+        self.chunk = policy.chunk
+
+    def act(self, batch: PolicyInputs, generator: torch.Generator, **options: Any) -> ActionChoice:
+        """Choose a chunk of actions for each row."""
+        return self._policy.act(batch, generator, **options, base_only=True)

@@ -153,3 +153,21 @@ def score_squashed(before: Tensor, mean: Tensor, log_std: Tensor) -> Tensor:
 def _drawn(mean: Tensor, log_std: Tensor, generator: torch.Generator) -> Tensor:
     noise = draw_rows(torch.randn, mean.shape, generator)
     return mean + log_std.exp() * to_device(noise, mean.device)
+
+
+class UniformPolicy:
+    """Uniform actions in -1..1, whatever is observed."""
+
+    past = 0
+
+    def __init__(self, chunk: int, action_size: int) -> None:
+        self.chunk = chunk
+        self.action_size = action_size
+
+    def act(
+        self, batch: PolicyInputs, generator: torch.Generator, temperature: float = 1.0, greedy: bool = False
+    ) -> ActionChoice:
+        """Choose a chunk of actions for each row; decisions are before a tanh, as those of a squashed policy."""
+        drawn = draw_rows(torch.rand, (len(batch), self.chunk, self.action_size), generator) * 2 - 1
+        logp = torch.full((len(batch), self.chunk), -self.action_size * math.log(2))
+        return ActionChoice(drawn, drawn.atanh(), logp)

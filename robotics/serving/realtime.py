@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from mmrl.errors import RunError, UserError, require_packages
-from robotics.interventions.pacing import Pacer
+from robotics.episodes.pacing import Pacer
 from robotics.policies.base.inpainting import MODES, blend
 from robotics.serving.messages import pack, unpack
 

@@ -9,10 +9,10 @@ from mmrl.cli import main
 from mmrl.errors import RunError, UserError
 from mmrl.fields import check_config
 from robotics.data import LeRobotReader
+from robotics.episodes.pacing import Pacer
 from robotics.interventions import session
 from robotics.interventions.devices import QUIT, REDO, TAKE_OVER, DeviceInput
 from robotics.interventions.overseers import OverseerConfig, Person
-from robotics.interventions.pacing import Pacer
 from robotics.interventions.record import JOURNAL_PATH, read_attempts
 from robotics.policies.base.encoder import EncoderConfig
 from robotics.policies.small import SmallVlaConfig, SmallVlaPolicy
