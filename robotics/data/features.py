@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 
-STATE, ACTION, SUCCESS = "observation.state", "action", "next.success"
+STATE, ACTION, SUCCESS, REWARD = "observation.state", "action", "next.success", "next.reward"
 FULL_STATE = "observation.environment_state"
 """State of the simulator, of which the policy's state may be a part; lerobot has the same name for it."""
 EXECUTED = "complementary_info.executed_action"

@@ -101,7 +101,12 @@ def check_state(path: str, sim: RobotSim, accept_other: Collection[str] = ()) ->
 
 
 def in_simulator_units(
-    path: str, info: Mapping[str, Any], actions: Sequence[NDArray[np.float32]], units: str, sim: RobotSim
+    path: str,
+    info: Mapping[str, Any],
+    actions: Sequence[NDArray[np.float32]],
+    units: str,
+    sim: RobotSim,
+    option: str = "demonstrations.units",
 ) -> list[NDArray[np.float32]]:
     """Actions (T, A) of each episode of a dataset in the simulator's -1..1.
 
@@ -109,8 +114,9 @@ def in_simulator_units(
         path: of the dataset, for messages.
         info: content of its `meta/info.json`.
         actions: as they are in the dataset.
-        units: of `demonstrations.units`; empty = what the dataset says.
+        units: as the user declares them; empty = what the dataset says.
         sim: the simulator, which reports the bounds in the environment's units.
+        option: the user's option for `units`, for messages.
 
     Raises:
         UserError: the units are declared nowhere and matter, declarations contradict each other or the numbers, or the
@@ -120,9 +126,9 @@ def in_simulator_units(
     own = bounds_of(sim) or _plain(size)
     said, made_with = action_units(info)
     if units and said in UNITS and said != units:
-        raise UserError(f"demonstrations.units is {units}, but {path} declares its actions {said} in meta/info.json")
+        raise UserError(f"{option} is {units}, but {path} declares its actions {said} in meta/info.json")
     if units == "normalised" and said and said not in UNITS:
-        raise UserError(f"demonstrations.units is normalised, but {path} declares its actions in {said}")
+        raise UserError(f"{option} is normalised, but {path} declares its actions in {said}")
     chosen = units or (said if said in UNITS else "")
     if chosen == "normalised" and made_with is not None and not made_with.same_as(own):
         raise UserError(
@@ -136,7 +142,7 @@ def in_simulator_units(
     fits = {"environment": _fits(as_env, own, joined.numpy()), "normalised": _overshoot(as_scaled) <= TOLERANCE}
     # with bounds of -1..1 both readings are the same, so nothing has to be declared
     if not chosen and not plain:
-        raise UserError(_undeclared(path, said, joined.numpy(), own, fits))
+        raise UserError(_undeclared(path, said, joined.numpy(), own, fits, option))
     chosen = chosen or "normalised"
     other = "normalised" if chosen == "environment" else "environment"
     scaled = as_env if chosen == "environment" else as_scaled
@@ -144,9 +150,9 @@ def in_simulator_units(
         raise UserError(
             f"the actions of {path} are declared as {chosen}, but they range from {_span(joined.numpy())}, which "
             f"fits {'-1..1' if other == 'normalised' else f'the bounds {own} of the environment'} and not "
-            f"{'-1..1' if chosen == 'normalised' else f'its bounds {own}'}; set demonstrations.units={other}"
+            f"{'-1..1' if chosen == 'normalised' else f'its bounds {own}'}; set {option}={other}"
         )
-    _check_span(path, scaled, joined.numpy(), own, chosen)
+    _check_span(path, scaled, joined.numpy(), own, chosen, option)
     if chosen == "normalised" or plain:
         return list(actions)
     converted = np.split(as_env.astype(np.float32), np.cumsum([len(part) for part in actions])[:-1])
@@ -173,7 +179,9 @@ def _fits(scaled: NDArray[np.float64], own: ActionRange, values: NDArray[np.floa
     return bool(held) and _overshoot(scaled[:, ~locked]) <= 2 * TOLERANCE
 
 
-def _undeclared(path: str, said: str, values: NDArray[np.float64], own: ActionRange, fits: Mapping[str, bool]) -> str:
+def _undeclared(
+    path: str, said: str, values: NDArray[np.float64], own: ActionRange, fits: Mapping[str, bool], option: str
+) -> str:
     both = [
         "the environment's own units" if fits["environment"] else "",
         "-1..1" if fits["normalised"] else "",
@@ -182,13 +190,13 @@ def _undeclared(path: str, said: str, values: NDArray[np.float64], own: ActionRa
     units = f" in {said}" if said else ""
     return (
         f"the actions of {path}{units} range from {_span(values)}, and the environment's own are in {own}: the "
-        f"numbers fit {fitting}, and the units are not declared. Set demonstrations.units=environment for the "
-        "environment's own units (usual for robot recordings), or demonstrations.units=normalised for -1..1"
+        f"numbers fit {fitting}, and the units are not declared. Set {option}=environment for the "
+        f"environment's own units (usual for robot recordings), or {option}=normalised for -1..1"
     )
 
 
 def _check_span(
-    path: str, scaled: NDArray[np.float64], values: NDArray[np.float64], own: ActionRange, units: str
+    path: str, scaled: NDArray[np.float64], values: NDArray[np.float64], own: ActionRange, units: str, option: str
 ) -> None:
     """Reject actions far outside the range, and warn about actions that are clipped or hardly use it."""
     largest = 1.0 + _overshoot(scaled)
@@ -201,7 +209,7 @@ def _check_span(
         way = (
             ""
             if units == "environment"
-            else ", or set demonstrations.units=environment if they are in the environment's own units"
+            else f", or set {option}=environment if they are in the environment's own units"
         )
         raise UserError(
             f"the actions of {path} range from {_span(values)}, far outside {wide}: they are in different units. "

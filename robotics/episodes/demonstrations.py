@@ -21,6 +21,7 @@ from mmrl.files import expanded, shortened_name
 from mmrl.hub.building import BuiltPath, build_if_missing
 from mmrl.runs.fingerprint import content_digest
 from robotics.data import EpisodeData, LeRobotReader
+from robotics.data.features import ACTION, STATE
 from robotics.episodes.dataset_fit import UNITS, check_dataset, in_simulator_units
 from robotics.policies.base.action_policy import PolicyInputs
 from robotics.policies.base.action_statistics import ActionStatistics, StateStatistics
@@ -106,13 +107,20 @@ class Demonstrations:
     info: Mapping[str, Any] = field(default_factory=dict)
     """Content of the dataset's `meta/info.json`."""
 
-    def fitted(self, config: DemonstrationConfig, sim: RobotSim, accept_other: Collection[str] = ()) -> Demonstrations:
+    def fitted(
+        self,
+        config: DemonstrationConfig,
+        sim: RobotSim,
+        accept_other: Collection[str] = (),
+        option: str = "demonstrations.units",
+    ) -> Demonstrations:
         """The demonstrations with actions in a simulator's -1..1.
 
         Args:
             config: with the declared units.
             sim: the simulator, which says its units, order, cameras and rate.
             accept_other: facts in which both may differ, see `robotics.sim.interface.FACTS`.
+            option: the user's option for the units, for messages.
 
         Raises:
             UserError: both differ in something else, or the units of the actions are unknown or wrong.
@@ -123,7 +131,7 @@ class Demonstrations:
                 f"the actions of {config.path} have {found} entries, but the simulator's have {sim.action_size}"
             )
         check_dataset(config.path, self.info, config.cameras, sim, accept_other)
-        actions = in_simulator_units(config.path, self.info, self.actions, config.units, sim)
+        actions = in_simulator_units(config.path, self.info, self.actions, config.units, sim, option)
         return dataclasses.replace(self, actions=actions)
 
     @property
@@ -231,7 +239,7 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
         All usable episodes; images in memory, or mapped from the files of `config.cache`.
 
     Raises:
-        UserError: no such dataset, or no usable episode in it.
+        UserError: no such dataset, no usable episode in it, or a number that is not finite.
     """
     build_if_missing(config, "demonstrations")
     reader = LeRobotReader(expanded(config.path))
@@ -244,6 +252,8 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
         if config.only_success and episode.success is False:
             found.skipped += 1
             continue
+        for name, values in ((STATE, episode.state), (ACTION, episode.action)):
+            check_finite(config.path, number, name, values)
         found.states.append(episode.state)
         found.actions.append(episode.action)
         if len(set(episode.frame_tasks)) > 1:
@@ -264,6 +274,16 @@ def load_demonstrations(config: DemonstrationConfig) -> Demonstrations:
     if found.skipped:
         LOGGER.info("%d demonstrations of %s were skipped because they are failures", found.skipped, config.path)
     return found
+
+
+def check_finite(path: str, episode: int, name: str, values: NDArray[Any]) -> None:
+    """Reject numbers (T, ...) of an episode that are not finite; raises UserError."""
+    wrong = np.argwhere(~np.isfinite(values))
+    if len(wrong):
+        raise UserError(
+            f"{path} has {name} that is not finite in frame {wrong[0][0]} of episode {episode}; correct or remove the "
+            "episode"
+        )
 
 
 def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationConfig, camera: str) -> NDArray[np.uint8]:

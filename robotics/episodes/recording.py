@@ -20,7 +20,7 @@ from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import replaced
 from mmrl.recipes import world_table
-from robotics.data.features import ACTION, EXECUTED, FULL_STATE
+from robotics.data.features import ACTION, EXECUTED, FULL_STATE, REWARD
 from robotics.sim.episodes import EpisodeSpec, RobotObservation, RobotSim
 from robotics.sim.interface import interface_of
 from robotics.sim.opening import SimConfig, open_sim
@@ -57,6 +57,8 @@ class Demonstration:
     """(A,) in -1..1 as executed, with noise."""
     full: list[NDArray[np.float32]] = field(default_factory=list)
     """(F,) full state before each action; none if the simulator does not report it."""
+    rewards: list[float] = field(default_factory=list)
+    """The environment's own reward of each control step."""
     solved: list[bool] = field(default_factory=list)
     """Whether the task is solved after each action."""
     success: bool = False
@@ -81,8 +83,12 @@ class Demonstration:
 
     def columns_of(self, features: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
         """(T, ...) of those of its parts that `demonstration_features` adds to a dataset."""
-        parts = {EXECUTED: self.executed, FULL_STATE: self.full}
-        return {name: np.stack(values) for name, values in parts.items() if name in features}
+        parts = {EXECUTED: self.executed, FULL_STATE: self.full, REWARD: self.rewards}
+        return {
+            name: np.array(values, np.float32).reshape(len(values), -1)
+            for name, values in parts.items()
+            if name in features
+        }
 
 
 Act = Callable[["RobotObservation"], "tuple[NDArray[np.float32], NDArray[np.float32]]"]
@@ -118,6 +124,7 @@ def record_episodes(sim: RobotSim, episodes: Sequence[EpisodeSpec], act: Act) ->
         result = sim.step_chunk(executed[:, None])
         observation = result.observation
         for place, row in enumerate(result.rows.tolist()):
+            found[row].rewards.append(float(result.rewards[place, 0]))
             found[row].solved.append(bool(result.success[place]))
             found[row].success |= found[row].solved[-1]
             found[row].failed |= bool(result.failed[place])
@@ -165,7 +172,7 @@ def demonstration_features(
     """
     from robotics.episodes.dataset_fit import recorded_features
 
-    features = recorded_features(sim, cameras)
+    features = recorded_features(sim, cameras) | {REWARD: {"dtype": "float32", "shape": [1], "names": None}}
     if noise:
         features[EXECUTED] = dict(features[ACTION])
         # told apart: actions to imitate, and actions that led to the next state

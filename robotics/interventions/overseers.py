@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import torch
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, only_with, rare
 from robotics.interventions.devices import AXES, DEVICES, GRIPPER, TAKE_OVER, Device
+from robotics.policies.policy_loading import bounds_of
 from robotics.scenes.expert_check import experts_of
 from robotics.sim.interface import interface_of
 
@@ -145,8 +147,8 @@ class Person:
     """A person with a device, who watches one episode at a time.
 
     A press of take_over gives the person control, the next one hands it back. Every episode begins with the policy in
-    control. While the person has control, the axes of the device are the action; the gripper keeps its last command
-    until it is pressed.
+    control. While the person has control, the axes of the device are the action, and an axis at rest is 0 in the
+    environment's units; the gripper keeps its last command until it is pressed.
 
     Args:
         device: polled once per control step.
@@ -162,6 +164,10 @@ class Person:
         if len(episodes) != 1:
             raise UserError(f"a person watches one episode at a time, not {len(episodes)}")
         self._entries = axes_of(sim, self.config.axes)
+        self._rest, bounds = np.zeros(sim.action_size, np.float32), bounds_of(sim)
+        if bounds is not None:
+            rest = bounds.to_sim(torch.zeros(sim.action_size)).numpy()
+            self._rest = np.where(np.abs(rest) <= 1, rest, self._rest)
         self._acts = False
         self._last: NDArray[np.float32] | None = None
         # what was pressed before an episode does not concern it
@@ -177,20 +183,20 @@ class Person:
     def _polled(self, proposed: NDArray[np.float32]) -> Verdict:
         given, acts = self.device.poll(), self._acts
         # taking over must not drop what the robot holds, so the last command stays in force
-        grip = np.where((proposed if self._last is None else self._last) > 0, 1.0, -1.0)
+        grip = proposed if self._last is None else self._last
         for press in given.presses:
             if press == TAKE_OVER:
                 acts = not acts
             elif press == GRIPPER and acts:
-                grip = -grip
+                grip = np.where(grip > 0, -1.0, 1.0)
         moved = [side * self.config.speed * given.axes.get(axis, 0.0) for axis, side in self._entries]
-        action = np.where([axis == GRIPPER for axis, _ in self._entries], grip, np.clip(moved, -1.0, 1.0))
+        action = np.where([axis == GRIPPER for axis, _ in self._entries], grip, np.clip(self._rest + moved, -1.0, 1.0))
         ending = tuple(press for press in given.presses if press not in (TAKE_OVER, GRIPPER))
         return Verdict(action.astype(np.float32)[None], np.array([acts]), ending)
 
 
 def axes_of(sim: RobotSim, given: Sequence[str] = ()) -> list[tuple[str, float]]:
-    """Axis and sign of each entry of an action; the person leaves entries with the axis none at 0.
+    """Axis and sign of each entry of an action; the person leaves entries with the axis none at rest.
 
     Args:
         sim: the simulator, which may name its actions.

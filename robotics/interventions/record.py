@@ -26,7 +26,7 @@ from mmrl.errors import UserError
 from mmrl.files import read_json_object
 from mmrl.runs.records import JsonLines, read_jsonl
 from robotics.data import EpisodeWriter
-from robotics.data.features import FULL_STATE
+from robotics.data.features import FULL_STATE, REWARD
 from robotics.data.layout import INFO_PATH
 from robotics.episodes.dataset_fit import recorded_features
 from robotics.episodes.recording import FPS
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("mmrl")
 INTERVENTION, IS_INTERVENTION = "intervention", "complementary_info.is_intervention"
-REWARD, DONE = "next.reward", "next.done"
+DONE = "next.done"
 FEATURES: dict[str, dict[str, Any]] = {
     INTERVENTION: {"dtype": "bool", "shape": [1], "names": None},
     IS_INTERVENTION: {"dtype": "float32", "shape": [1], "names": ["is_intervention"]},
@@ -166,13 +166,13 @@ class InterventionRecord:
         extra = {
             INTERVENTION: person,
             IS_INTERVENTION: person.astype(np.float32),
-            REWARD: np.array(episode.rewards, np.float32)[:, None],
             DONE: np.arange(len(episode))[:, None] == len(episode) - 1,
         }
         extra |= episode.columns_of(self._writer.features)
         images = episode.images_of(self._cameras) if self._cameras else {}
         states = np.stack(episode.states) if self._sim.state_size else None
-        task = episode.episode.instruction or episode.episode.task
+        # the same text as in demonstrations and for the policy, which may be empty
+        task = episode.episode.instruction
         self._writer.add_episode(states, np.stack(episode.actions), images, task, episode.success, extra)
 
     def _read_journal(self) -> list[Verdict]:

@@ -33,8 +33,6 @@ class WatchedEpisode(Demonstration):
     episode: EpisodeSpec = field(kw_only=True)
     by_person: list[bool] = field(default_factory=list)
     """Whether the overseer chose the action."""
-    rewards: list[float] = field(default_factory=list)
-    """The environment's own reward of each control step."""
     last_state: NDArray[np.float32] | None = None
     """(S,) at the end."""
     last_full: NDArray[np.float32] | None = None

@@ -61,6 +61,7 @@ from robotics.policies.base.action_policy import ActionChoice, ActionPolicy
 from robotics.policies.base.action_statistics import StateStatistics
 from robotics.policies.base.saved import read_weights, write_weights
 from robotics.sim.episodes import RobotSim
+from robotics.sim.opening import SimConfig
 
 LOGGER = logging.getLogger("mmrl")
 CRITIC_FOLDER = "critic"
@@ -183,6 +184,15 @@ class ChunkRewardConfig:
             return ChunkWeights(0.0, 1.0, 0.0) if kind == "gymnasium" else ChunkWeights(1.0, 0.0, 0.0)
         return ChunkWeights(*(weight or 0.0 for weight in given))
 
+    def check_end(self, sim: SimConfig) -> None:
+        """Reject a paid success that does not end the episode, at whose end it is paid; raises ValueError."""
+        options = {**sim.options, **(sim.options.get("settings") or {})}
+        if self.weights(sim.kind).success and options.get("end_at_success") is False:
+            raise ValueError(
+                "reward.success is paid at the end of an episode, but sim.options has end_at_success: false, so the "
+                "task may be solved long before; remove end_at_success, or set reward.success=0"
+            )
+
     def validate(self) -> None:
         """Reject a reward that is always 0; raises ValueError."""
         if not any(self.weights("")):
@@ -219,7 +229,9 @@ class RobotPpoParts:
                 "shuffle_success rewards episodes as if each ended at the horizon, but "
                 f"objective.advantage.truncation is '{treatment}'; set it to terminate"
             )
-        weights = self.reward.weights(self.sim.kind)  # type: ignore[attr-defined]
+        sim: SimConfig = self.sim  # type: ignore[attr-defined]
+        self.reward.check_end(sim)
+        weights = self.reward.weights(sim.kind)
         real = {"environment": weights.environment, "potential": weights.potential}
         for name, weight in real.items():
             if self.shuffle_success and weight:

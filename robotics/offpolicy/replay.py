@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from mmrl.errors import UserError
 from mmrl.runs.checkpoint import link_or_copy
-from robotics.data.features import ACTION, FULL_STATE, STATE, SUCCESS
+from robotics.data.features import ACTION, FULL_STATE, REWARD, STATE, SUCCESS
 from robotics.data.layout import DATA_PATH, INFO_PATH, dataset_file, named_errors
 from robotics.data.reader import LeRobotReader
 from robotics.data.tables import column_array, read_table
@@ -42,7 +42,7 @@ from robotics.data.writer import EpisodeWriter
 from robotics.offpolicy.transitions import Experience, TransitionFile, TransitionForm
 
 NEXT = "next."
-STEPS, REWARDS, TERMINATED, TASK = "action.steps", "next.reward", "next.terminated", "task.number"
+STEPS, TERMINATED, TASK = "action.steps", "next.terminated", "task.number"
 NOISE, INTERVENTION = "action.noise", "intervention"
 INDEX_FILE = "index.bin"
 DATASET = "dataset"
@@ -57,7 +57,7 @@ def replay_features(form: TransitionForm, state_names: Sequence[str] | None = No
     single = form.chunk == 1
     action = part(form.action) if single else part(form.chunk, form.action)
     features = {STATE: part(form.state, names=state_names), ACTION: action}
-    features |= {NEXT + STATE: part(form.state), REWARDS: part(form.chunk), STEPS: part(1, dtype="int32")}
+    features |= {NEXT + STATE: part(form.state), REWARD: part(form.chunk), STEPS: part(1, dtype="int32")}
     features |= {TERMINATED: part(1, dtype="bool"), TASK: part(1, dtype="int32")}
     features |= {NOISE: part(*form.noise)} if form.noise else {}
     features |= {INTERVENTION: part(1, dtype="bool")} if form.watched else {}
@@ -155,7 +155,7 @@ class Replay:
             self._writer = EpisodeWriter(self.dataset, self.fps, self.features)
         columns = {
             NEXT + STATE: records["next_state"],
-            REWARDS: records["rewards"],
+            REWARD: records["rewards"],
             STEPS: records["steps"],
             TERMINATED: records["terminated"],
             TASK: records["task"],
@@ -206,7 +206,7 @@ def read_records(dataset: Path, form: TransitionForm) -> NDArray[np.void]:
                     records[to] = column.reshape(records[to].shape)
         judged = columns[NOISE] if form.noise else columns[ACTION]
         records["actions"] = judged.reshape(records["actions"].shape)
-        records["rewards"] = columns[REWARDS].reshape(records["rewards"].shape)
+        records["rewards"] = columns[REWARD].reshape(records["rewards"].shape)
         records["steps"] = columns[STEPS].ravel()
         records["task"], records["terminated"] = columns[TASK].ravel(), columns[TERMINATED].ravel()
         records["success"] = columns[SUCCESS].ravel()

@@ -123,6 +123,7 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
         """Check that the parts fit together; raises ValueError."""
         super().validate()
         self.check_parts(self.evaluation, {"data": self.data} | self.held_out())
+        self.reward.check_end(self.sim)
         usual = BaseTrainerConfig()
         for name in UNUSED:
             if getattr(self.trainer, name) != getattr(usual, name):
@@ -146,6 +147,10 @@ class RobotSacConfig(RobotParts, BaseRunConfig):
             )
         if self.potential.demonstrations and not self.reward.potential:
             raise ValueError("potential.demonstrations is set, but reward.potential is not; give it a weight")
+        if self.potential.demonstrations and self.prior.path:
+            raise ValueError(
+                "prior.path has the rewards of its environment and not those of potential.demonstrations; remove one"
+            )
         if self.sac.demo_bc and not self.prior.path:
             raise ValueError(f"sac.demo_bc is {self.sac.demo_bc:g}, but there are no demonstrations; set prior.path")
 
@@ -288,7 +293,13 @@ class RobotSacRecipe(RobotRecipe):
         seen = self.policy.config.encoder.state_size or self.sim.state_size
         sizes = (seen, full, self.policy.chunk, self.policy.action_size)
         self.form = TransitionForm(*sizes, self.policy.noise_chosen, self.watched, config.sac.demo_bc > 0)
-        self._prior = prior_records(config.prior, self.form, self.sim) if config.prior.path else None
+        # with an overseer, demonstrations earn 0, as they have no interventions
+        rewarded = not self.watched and bool(self.weights.environment or self.weights.potential)
+        self._prior = (
+            prior_records(config.prior, self.form, self.sim, rewarded=rewarded, accept_other=config.model.accept_other)
+            if config.prior.path
+            else None
+        )
         # now, because a run takes the records away
         self._prior_digest = [] if self._prior is None else [content_digest([self._prior])]
         uniform = UniformPolicy(self.policy.chunk, self.policy.action_size)

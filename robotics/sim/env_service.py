@@ -138,6 +138,7 @@ class EnvService:
             "control_hz": _number(getattr(env, "control_hz", None)),
             "views": [str(name) for name in self._views],
             "shadow_lights": int(getattr(env, "shadow_lights", 0)) if self._images else 0,
+            "left_out": dict(getattr(env, "left_out", {})),
             "fitted_camera": dict(getattr(env, "fitted_camera", {})) if self._images else {},
             "draws": "draw" in inspect.signature(env.reset).parameters,
             "describe": dict(env.describe()),

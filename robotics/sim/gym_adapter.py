@@ -47,8 +47,8 @@ class GymRow:
             the entries in their order.
         task: name of its only task; None = the registered id.
         instruction: language instruction; None = the one in the environment's `metadata`.
-        state_keys: entries of a Dict observation that make the state, in this order; None = all but images. Nested
-            Dicts are flattened.
+        state_keys: entries of a Dict observation that make the state, in this order; None = all numbers and vectors,
+            without images, maps and texts. Nested Dicts are flattened.
         image_key: entry of a Dict observation that is the image, in any form of `mmrl.hub.foreign.image_form`; None =
             the first one of RGB, else the first of another form but a grey (H, W), else `env.unwrapped.policy_image()`
             (of environments that render something else for people), else `env.render()`. Images that are rendered are
@@ -58,8 +58,8 @@ class GymRow:
         size: size in pixels of the square to which images are resized, by averaging areas; None = as drawn.
         fit: how images that are not square are resized: "pad", with black bars on both sides, or "stretch"; see
             `resize`.
-        success_key: entry of `info` that reports success; None = `success` or `is_success`, one of which has to be in
-            `info` by the end of the first episode; "" = these two, and no success if they are missing.
+        success_key: entry of `info` that reports success, by the end of the first episode at the latest; None =
+            `success` or `is_success`; "" = these two, and no success if they are missing.
         success_reward: a control step with at least this reward solves the task, if `info` does not report success.
         horizon: control steps per episode; None = as registered with the id.
         control_hz: control steps per second; None = `render_fps` of the environment's `metadata`.
@@ -91,6 +91,8 @@ class GymRow:
             raise EnvError(f"fit is {fit!r}; must be {' or '.join(FITS)}")
         self._fit = fit
         self._camera_size = (0, 0)
+        if hasattr(env, "single_action_space"):
+            raise EnvError(f"{env} is a vector environment; give one of its environments, of which workers start more")
         spec = getattr(env, "spec", None)
         self._env, self._low, self._high = env, *_bounds(env.action_space)
         self.action_integer = np.dtype(env.action_space.dtype).kind != "f"
@@ -101,21 +103,22 @@ class GymRow:
         # robosuite's wrappers unwrap to objects that are not Gymnasium environments
         draws = [getattr(owner, "policy_image", None) for owner in (env, getattr(env, "unwrapped", None))]
         self._draw: Any = draws[0] or draws[1]
-        self._name = task or getattr(spec, "id", None) or type(env).__name__
+        self._name = task or getattr(spec, "id", None) or type(getattr(env, "unwrapped", env)).__name__
         self._metadata: Mapping[str, Any] = getattr(env, "metadata", None) or {}
         self.control_hz = self._metadata.get("render_fps") if control_hz is None else float(control_hz)
         self._instruction = str(self._metadata.get("instruction", "")) if instruction is None else instruction
-        self._state_keys, self._image_key = _split_keys(env.observation_space, state_keys, image_key)
+        self._state_keys, self._image_key, self.left_out = _split_keys(env.observation_space, state_keys, image_key)
         parts = getattr(env.observation_space, "spaces", None)
         spaces = parts if isinstance(parts, Mapping) else {"": env.observation_space}
         self._forms = _image_forms(spaces)
         self._success_key = success_key
         self._success_reward = success_reward
-        # with a key or a reward the user has decided; otherwise the first episode must show that `info` reports success
-        self._success_known = success_key is not None or success_reward is not None
+        # unless the user has decided, the first episode must show that `info` reports success
+        self._success_known = success_key == "" or success_reward is not None
         self._layout_options = layout_options
         self._size = size
         self._elapsed = 0
+        self._resets_itself = False
         self._info: Mapping[str, Any] = {}
         self.horizon = _horizon(horizon, spec)
         self.action_size = int(np.prod(env.action_space.shape))
@@ -147,7 +150,7 @@ class GymRow:
             if options is None:
                 raise EnvError(f"draw is {draw}, which is an option of reset; set the adapter's layout_options")
             options["draw"] = draw
-        self._elapsed = 0
+        self._elapsed, self._resets_itself = 0, False
         # options stay None without layout_options: some environments reject unknown ones
         self._observation, info = self._env.reset(seed=seed, options=options)
         self._info = info if isinstance(info, Mapping) else {}
@@ -165,22 +168,36 @@ class GymRow:
         scaled = self._low + (np.asarray(action, np.float64) + 1.0) / 2.0 * (self._high - self._low)
         if self.action_integer:  # a cast alone would cut the fraction off
             scaled = np.rint(scaled)
-        self._observation, reward, terminated, truncated, info = self._env.step(
+        # by rounding, 1 may be just beyond the upper bound
+        scaled = np.clip(scaled, self._low, self._high)
+        self._observation, given, terminated, truncated, info = self._env.step(
             scaled.reshape(space.shape).astype(space.dtype)
         )
-        success = self._success(float(reward), info)
+        if "intervene_action" in info or np.any(info.get("is_intervention", False)):
+            raise EnvError(
+                f"{self._name}: info says that a person's action was executed instead of the policy's, which would be "
+                "learned from as the policy's; remove the wrapper, and use `mmrl robot intervene` for corrections"
+            )
+        reward = foreign.as_number(given, "the reward")
+        success = self._success(reward, info)
         self._elapsed += 1
         # environments return NumPy flags, 0 and 1, or something that is no flag at all
         terminated, truncated = foreign.as_flag(terminated, "terminated"), foreign.as_flag(truncated, "truncated")
+        last = next((info[key] for key in LAST_KEYS if info.get(key) is not None), None)
+        if last is not None and (terminated or truncated):
+            # it has begun the next episode, whose first observation is not the end of this one
+            self._observation, self._resets_itself = last, True
         # raised at the end of the first episode, before a run counts every episode as a failure
         if not self._success_known and (terminated or truncated or self._elapsed >= self.horizon):
+            if self._success_key:
+                raise EnvError(f"info has no {self._success_key!r}; it has: {', '.join(sorted(info))}")
             raise EnvError(
                 f"{self._name}: an episode has ended, but info does not report success; it has: "
                 f"{', '.join(sorted(info)) or 'nothing'}. Set success_key to the entry that reports success, or "
                 "success_reward to the reward of a control step that means success; use success_key='' if only the "
                 "reward should count"
             )
-        return float(reward), success, terminated, truncated
+        return reward, success, terminated, truncated
 
     def _expert_action(self, expert: Callable[[Any], Any]) -> np.ndarray:
         """(A,) in -1..1."""
@@ -272,6 +289,8 @@ class GymRow:
         if self._image_key is not None:
             seen = self._observation[self._image_key] if self._image_key else self._observation
             return foreign.as_image(seen, self._forms[self._image_key])
+        if self._resets_itself:
+            raise EnvError(f"{self._name} resets itself, so it cannot render the end of an episode; turn that off")
         return foreign.as_image((self._draw or self._env.render)())
 
     def describe(self) -> Mapping[str, Any]:
@@ -314,12 +333,9 @@ class GymRow:
         # the user's reward overrides what `info` says
         if self._success_reward is not None:
             return reward >= self._success_reward
-        if self._success_key:
-            if self._success_key not in info:
-                raise EnvError(f"info has no {self._success_key!r}; it has: {', '.join(sorted(info))}")
-            return foreign.as_flag(info[self._success_key], f"info[{self._success_key!r}]")
+        keys = (self._success_key,) if self._success_key else SUCCESS_KEYS
         # an entry may be present and None, which says nothing
-        found = [foreign.as_flag(info[key], f"info[{key!r}]") for key in SUCCESS_KEYS if info.get(key) is not None]
+        found = [foreign.as_flag(info[key], f"info[{key!r}]") for key in keys if info.get(key) is not None]
         self._success_known = self._success_known or bool(found)
         return any(found)
 
@@ -437,12 +453,12 @@ def _has_channels(space: Any) -> bool:
 
 def _split_keys(
     space: Any, state_keys: Sequence[str] | None, image_key: str | None
-) -> tuple[list[str] | None, str | None]:
-    """Keys of state and image; "" if the whole observation is an image."""
+) -> tuple[list[str] | None, str | None, dict[str, str]]:
+    """Keys of state and image, "" if the whole observation is an image, and the spaces of entries that are neither."""
     if type(space).__name__ != "Dict":
         if state_keys is not None or image_key is not None:
             raise EnvError(f"observations are {space}; state_keys and image_key only apply to a Dict")
-        return None, "" if _has_channels(space) else None
+        return None, "" if _has_channels(space) else None, {}
     parts = space.spaces
     for key in [*(state_keys or ()), *([image_key] if image_key else ())]:
         if key not in parts:
@@ -458,14 +474,21 @@ def _split_keys(
     # the user's choice may be grey; the automatic one never is, as a grey image may be a table
     image = image_key or (images[0] if images else None)
     # by default entries with two or more dimensions are images or maps, not state
-    chosen = list(state_keys) if state_keys is not None else [key for key in parts if len(parts[key].shape or ()) < 2]
+    flat = [key for key in parts if len(parts[key].shape or ()) < 2 and _is_numeric(parts[key])]
+    chosen = list(state_keys) if state_keys is not None else flat
+    neither = [key for key in parts if key not in flat and not _has_channels(parts[key])]
     for key in chosen:
         if any(_has_channels(leaf) for leaf in _inner_spaces(parts[key])):
             raise EnvError(
                 f"the entry {key!r} of the state contains an image; exclude it with state_keys, or wrap the "
                 "environment so that the image is a separate entry"
             )
-    return chosen, image
+    return chosen, image, {} if state_keys is not None else {key: str(parts[key]) for key in neither if key != image}
+
+
+def _is_numeric(space: Any) -> bool:
+    # a Text has a dtype of its own, and a Sequence or a Graph has none
+    return all(np.dtype(leaf.dtype or str).kind in "biuf" for leaf in _inner_spaces(space))
 
 
 def _versions(env: Any) -> dict[str, str]:
@@ -494,3 +517,5 @@ def _horizon(asked: int | None, spec: Any) -> int:
 
 
 SUCCESS_KEYS = ("success", "is_success")
+LAST_KEYS = ("final_obs", "final_observation", "terminal_observation")
+"""Entries of `info` in which environments that reset themselves report the last observation."""

@@ -114,6 +114,7 @@ class SubprocessSim(RowPool[Message]):
         """Values that correspond to -1 and 1 in the environment's units, A numbers each; None if unknown."""
         if self.renderer is not None and self.renderer.on_cpu and self._hello.get("shadow_lights"):
             _say_shadows(settings.factory, self._hello["shadow_lights"], self.renderer)
+        _say_left_out(settings.factory, self._hello.get("left_out"))
         self.image_fit = _say_fit(settings.factory, self._hello.get("fitted_camera"))
         """How non-square images were fitted, pad or stretch; None if they were not."""
         self.action_integer = bool(self._hello.get("action_integer"))
@@ -373,6 +374,16 @@ def _say_shadows(factory: str, count: Any, renderer: Backend) -> None:
         "robotics.sim.fast_visuals(model) in the environment before it draws",
         *(count, factory, renderer.device),
     )
+
+
+def _say_left_out(factory: str, found: Any) -> None:
+    """Say which entries of the observation are neither state nor image."""
+    if isinstance(found, dict) and found:
+        LOGGER.warning(
+            "the observations of %s have %s, which no policy sees; list the entries that make the state in "
+            "sim.options.adapter.state_keys to use them, or to leave them out without this warning",
+            *(factory, " and ".join(f"{name} ({space})" for name, space in found.items())),
+        )
 
 
 def _say_fit(factory: str, found: Any) -> str | None:

@@ -14,6 +14,7 @@ from mmrl.config import from_values
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.files import replaced
+from robotics.data.features import REWARD
 from robotics.episodes.collect import inputs_of
 from robotics.episodes.dataset_fit import recorded_features
 from robotics.episodes.recording import BATCH, CAMERA, FPS, Act, check_missing, record_episodes
@@ -29,7 +30,6 @@ from robotics.sim.opening import SimConfig, open_sim
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-REWARD = "next.reward"
 """Column from which LeRobot's reward classifiers learn as well."""
 
 

@@ -16,22 +16,26 @@ SPEED = 0.5
 def demonstrate(path, episodes=4, camera="", failures=(), stretch=1.0):
     """Write one episode per layout, alternating between both tasks; `stretch` scales the actions to other units."""
     from robotics.data import EpisodeWriter, robot_features
+    from robotics.data.features import REWARD
 
     sim = LineSim()
     cameras = {camera: sim.image_size} if camera else {}
-    with EpisodeWriter(path, 10, robot_features(2, 1, cameras, video=False)) as writer:
+    features = robot_features(2, 1, cameras, video=False) | {REWARD: {"dtype": "float32", "shape": [1], "names": None}}
+    with EpisodeWriter(path, 10, features) as writer:
         for layout in range(episodes):
             task = ("right", "left")[layout % 2]
             seen = sim.reset([EpisodeSpec(task, f"go {task}", layout)]).observation
-            states, images, actions = [], [], []
+            states, images, actions, rewards = [], [], [], []
             while len(sim.live):
                 place, goal = seen.state[0]
                 step = SPEED * np.sign(goal - place) * (-1 if layout in failures else 1)
                 states.append(seen.state[0])
                 images.append(seen.images[0])
                 actions.append([step])
-                seen = sim.step_chunk(np.full((1, 1, 1), step)).observation
+                result = sim.step_chunk(np.full((1, 1, 1), step))
+                rewards.append(result.rewards[0])
+                seen = result.observation
             pictures = {camera: np.stack(images)} if camera else {}
-            done = layout not in failures
-            writer.add_episode(np.stack(states), stretch * np.array(actions), pictures, f"go {task}", done)
+            done, extra = layout not in failures, {REWARD: np.array(rewards, np.float32)}
+            writer.add_episode(np.stack(states), stretch * np.array(actions), pictures, f"go {task}", done, extra)
     return path

@@ -308,3 +308,98 @@ def test_rendered_images_are_checked_before_they_are_cast(drawn, message):
 
     with pytest.raises(EnvError, match=message):
         row(Draws(spaces.Box(-1, 1, (2,)), render_mode="rgb_array"))
+
+
+@pytest.mark.parametrize(("low", "high"), [(-0.1, 0.3), (-3.0718, -0.0698)])
+def test_the_largest_command_is_within_the_bounds(low, high):
+    arm = Arm(action=spaces.Box(low, high, (1,), np.float64))
+    adapted = row(arm)
+    for action in (-1.0, 1.0):
+        adapted.step(np.array([action]))
+        assert arm.action_space.contains(arm.seen["action"])
+
+
+class Paying(Arm):
+    reward: object = 1.5
+
+    def step(self, action):
+        observation, _, *rest = super().step(action)
+        return observation, self.reward, *rest
+
+
+@pytest.mark.parametrize("reward", [np.array([1.5]), np.float32(1.5), np.array(1.5)])
+def test_a_reward_may_be_an_array_with_one_entry(reward):
+    arm = Paying()
+    arm.reward = reward
+    assert row(arm).step(np.zeros(2))[0] == 1.5
+
+
+@pytest.mark.parametrize("reward", [np.ones(2), "1.5", None])
+def test_a_reward_that_is_no_number_is_named(reward):
+    arm = Paying()
+    arm.reward = reward
+    with pytest.raises(MalformedError, match=r"the reward is .*; expected a number"):
+        row(arm).step(np.zeros(2))
+
+
+def test_vector_environments_are_refused():
+    with pytest.raises(EnvError, match="is a vector environment"):
+        GymRow(gymnasium.make_vec("Pendulum-v1", 1), horizon=5)
+
+
+def test_what_is_neither_state_nor_image_is_said():
+    assert list(row().left_out) == ["depth"]
+    assert row(state_keys=["zeta", "angle"]).left_out == {}
+
+    class Told(Arm):
+        def _observe(self):
+            return {"zeta": np.array([1.0, 2.0]), "order": "lift", "joints": np.ones((2, 7), np.float32)}
+
+    parts = {"zeta": spaces.Box(-1, 1, (2,)), "order": spaces.Text(9), "joints": spaces.Box(-3, 3, (2, 7))}
+    adapted = row(Told(spaces.Dict(parts)))
+    assert adapted.state().tolist() == [1, 2]
+    assert sorted(adapted.left_out) == ["joints", "order"]
+    assert row(Told(spaces.Dict(parts)), state_keys=["zeta", "joints"]).state_size == 16
+
+
+@pytest.mark.parametrize(
+    "info", [{"intervene_action": np.zeros(2)}, {"teleop_action": np.zeros(2), "is_intervention": True}]
+)
+def test_an_action_that_the_environment_replaced_is_refused(info):
+    with pytest.raises(EnvError, match="a person's action was executed instead of the policy's"):
+        row(Arm(info={"success": False, **info})).step(np.zeros(2))
+    idle = {"success": False, "teleop_action": np.zeros(2), "is_intervention": False}
+    assert row(Arm(info=idle)).step(np.zeros(2))[0] == 2.5
+
+
+@pytest.mark.parametrize("key", ["final_obs", "final_observation", "terminal_observation"])
+def test_the_last_observation_of_an_environment_that_resets_itself_is_its_episodes_own(key):
+    last = {"zeta": np.array([8.0, 9.0]), "angle": np.array([7.0])}
+    parts = {"zeta": spaces.Box(-1, 1, (2,)), "angle": spaces.Box(-1, 1, (1,))}
+    arm = Arm(spaces.Dict(parts), info={"success": False, key: last}, render_mode="rgb_array")
+    adapted = row(arm)
+    adapted.step(np.zeros(2))
+    assert sorted(adapted.state().tolist()) == [7, 8, 9]
+    with pytest.raises(EnvError, match="resets itself, so it cannot render the end of an episode"):
+        adapted.render()
+    adapted.reset("Arm", 0, "train", 0)
+    assert adapted.render().shape == (5, 7, 3)
+    assert sorted(adapted.state().tolist()) == [1, 2, 3]
+
+
+def test_success_under_a_key_of_ones_own_may_be_reported_at_the_end_only():
+    class Late(Arm):
+        steps = 0
+
+        def step(self, action):
+            observation, reward, _, _, _ = super().step(action)
+            self.steps += 1
+            return observation, reward, False, self.steps == 2, {"solved": True} if self.steps == 2 else {}
+
+    adapted = row(Late(), success_key="solved")
+    assert adapted.step(np.zeros(2))[1] is False
+    assert adapted.step(np.zeros(2))[1] is True
+
+
+def test_a_wrapped_environment_is_named_after_what_it_wraps():
+    assert row(gymnasium.wrappers.TimeLimit(Arm(), 5)).tasks() == {"Arm": ""}

@@ -28,6 +28,7 @@ from robotics.methods.ppo import (
 from robotics.policies.base.action_policy import ActionPolicy, open_policy
 from robotics.policies.base.action_statistics import ActionRange
 from robotics.sim.episodes import EpisodeSpec
+from robotics.sim.opening import SimConfig
 from tests.robotics.policies.builders import make_small
 from tests.robotics.test_robot_recipes import grpo, trainer
 
@@ -250,3 +251,12 @@ def test_a_policy_with_a_critic_is_described_as_the_policy_alone():
 def test_rewards_that_cannot_be_summed_are_refused(tmp_path, reward, error, message):
     with pytest.raises(error, match=message):
         RobotPpoRecipe(ppo(tmp_path, reward=ChunkRewardConfig(**reward)))
+
+
+@pytest.mark.parametrize("options", [{"end_at_success": False}, {"settings": {"end_at_success": False}}])
+def test_a_success_that_does_not_end_the_episode_is_not_paid(options):
+    sim = SimConfig(kind="gymnasium", options=options)
+    ChunkRewardConfig(environment=1.0).check_end(sim)
+    ChunkRewardConfig(success=1.0).check_end(SimConfig(kind="gymnasium", options={"settings": {"renderer": "egl"}}))
+    with pytest.raises(ValueError, match=r"paid at the end of an episode, but sim\.options has end_at_success: false"):
+        ChunkRewardConfig(success=1.0).check_end(sim)

@@ -69,6 +69,22 @@ def test_an_axis_without_control_moves_nothing():
     np.testing.assert_allclose(np.array(episode.actions)[:, 0], -0.1, rtol=1e-6)
 
 
+class ForwardArm(Arm):
+    """Velocities of -0.1 to 0.3, a locked joint, and a gripper from 0 to 100."""
+
+    action_bounds = (np.array([-0.1, 0.0, 0.0]), np.array([0.3, 0.0, 100.0]))
+
+
+def test_axes_at_rest_are_no_motion_in_the_units_of_the_environment():
+    episode, _ = watch(
+        [pressed(TAKE_OVER), pressed(x=0.25), pressed(x=1.0)], AlwaysPolicy(0.2, 0.0, -0.2), ForwardArm()
+    )
+    low, high = ForwardArm.action_bounds
+    commands = (np.array(episode.actions)[:3] + 1) / 2 * (high - low) + low
+    # the gripper, 40% open, is not dropped
+    np.testing.assert_allclose(commands, [[0.0, 0.0, 40.0], [0.05, 0.0, 40.0], [0.2, 0.0, 40.0]], atol=1e-6)
+
+
 def test_every_episode_begins_with_the_policy_in_control():
     device = FakeDevice([IDLE, pressed(TAKE_OVER, x=1.0)])
     person, sim, policy = Person(device), ExpertLine(), AlwaysPolicy(-0.1)
@@ -92,13 +108,13 @@ def test_the_gripper_keeps_its_command_through_a_take_over():
     inputs = [IDLE, pressed(TAKE_OVER), pressed(GRIPPER), IDLE, pressed(TAKE_OVER), IDLE]
     episode, _ = watch(inputs, policy, Arm())
     grips = np.array(episode.actions)[:6, 2]
-    # the policy's command is continued as fully closed, then opened, and then the policy's again
-    np.testing.assert_allclose(grips, [0.7, 1.0, -1.0, -1.0, 0.7, 0.7], rtol=1e-6)
+    # the policy's command is continued, then opened, and then the policy's again
+    np.testing.assert_allclose(grips, [0.7, 0.7, -1.0, -1.0, 0.7, 0.7], rtol=1e-6)
 
 
 def test_a_gripper_press_without_control_does_nothing():
     episode, _ = watch([pressed(GRIPPER), pressed(TAKE_OVER)], AlwaysPolicy(0.0, 0.0, 0.7), Arm())
-    assert np.array(episode.actions)[1, 2] == 1.0
+    assert np.array(episode.actions)[1, 2] == np.float32(0.7)
 
 
 @pytest.mark.parametrize(("press", "success"), [(SUCCESS, True), (FAILURE, False)])

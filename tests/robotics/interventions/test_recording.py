@@ -63,6 +63,14 @@ def content(folder):
     ]
 
 
+def test_corrections_have_the_instruction_that_the_policy_acts_with_even_if_it_is_empty(tmp_path):
+    sim, policy = ExpertLine(), AlwaysPolicy(-0.1)
+    silent = EpisodeSpec("right", "", 0)
+    with InterventionRecord(tmp_path / "data", sim, ()) as record:
+        record.add(run_watched(policy, sim, [silent], Person(FakeDevice(INPUTS)), ActingSettings(), [0])[0])
+    assert LeRobotReader(tmp_path / "data").episode(0).task == ""
+
+
 def test_the_dataset_has_lerobots_columns_and_each_steps_owner(tmp_path):
     session(tmp_path / "data", FakeDevice(INPUTS), camera=("front",))
     reader = LeRobotReader(tmp_path / "data")
