@@ -566,6 +566,14 @@ class EpisodeWriter:
     def _continue(self, reader: LeRobotReader) -> None:
         self._tasks = list(reader.tasks)
         self._stats = dict(reader.stats)
+        for key, feature in self.features.items():
+            known = self._stats.get(key, {})
+            # vectors are computed again from all frames; images only from those of new episodes
+            if len(reader) and (known or feature["dtype"] in IMAGES) and "count" not in known:
+                raise UserError(
+                    f"{self.folder / STATS_PATH} does not say from how many frames of {key} it was computed, so "
+                    "statistics of new episodes cannot be added; compute it again with lerobot"
+                )
         self._row_schema = row_schema(self.folder)
         self.settings = kept_settings(self._info, self.settings)
         self._open_series()

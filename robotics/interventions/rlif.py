@@ -144,7 +144,8 @@ class RobotRlifRecipe(RobotSacRecipe):
         assert self.prior is not None
         count = prior_count(config.batch, config.prior.ratio)
         online = replay.draw(config.batch - count, generator, config.capacity)
-        own = np.flatnonzero(replay.records["by_overseer"])
+        first = max(0, len(replay) - config.capacity)
+        own = first + np.flatnonzero(replay.records["by_overseer"][first:])
         places = torch.randint(len(self.prior) + len(own), (count,), generator=generator).numpy()
         given = places < len(self.prior)
         corrections = replay.records[own[places[~given] - len(self.prior)]]

@@ -408,10 +408,15 @@ def home_controls(model: mujoco.MjModel) -> NDArray[np.float64]:
     if _has_home(model):
         found = np.array(model.key("home").ctrl)
     else:
-        # a position servo of a joint holds the pose that the model has without a keyframe
-        stiff = (model.actuator_biasprm[:, 1] < 0) & (model.actuator_trntype == 0)
-        joints = np.where(stiff, model.actuator_trnid[:, 0], 0)
-        found = np.where(stiff, model.qpos0[model.jnt_qposadr[joints]] if model.njnt else 0.0, 0.0)
+        import mujoco
+
+        # a position servo holds the pose that the model has without a keyframe: gain * control + bias(length) = 0
+        data = mujoco.MjData(model)
+        mujoco.mj_fwdPosition(model, data)
+        gain, bias = model.actuator_gainprm[:, 0], model.actuator_biasprm
+        stiff = (bias[:, 1] < 0) & (model.actuator_trntype == 0) & (gain != 0)
+        force = bias[:, 0] + bias[:, 1] * data.actuator_length
+        found = np.where(stiff, -force / np.where(stiff, gain, 1.0), 0.0)
     return np.clip(found, *model.actuator_ctrlrange.T)
 
 

@@ -197,7 +197,13 @@ class RealTimeController:
         self._infer = infer
         # openpi's client keeps the entries nested, ours joins them
         nested = metadata.get("actions")
-        self._chunk_size, self._size = nested["shape"] if isinstance(nested, Mapping) else metadata["actions/shape"]
+        shape = nested.get("shape") if isinstance(nested, Mapping) else metadata.get("actions/shape")
+        if shape is None or len(shape) != 2:
+            raise UserError(
+                f"the server's metadata has {', '.join(metadata) or 'nothing'}, but not the shape of a chunk of "
+                "actions; only `mmrl serve` says it, for other servers add actions={'shape': [K, D]}"
+            )
+        self._chunk_size, self._size = shape
         self.control_hz = float(_known("control_hz", own.control_hz, metadata))
         self.stop = _stops(_known("stop", own.stop, metadata), self._size)
         continues = bool(metadata.get("continues_chunks"))

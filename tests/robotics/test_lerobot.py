@@ -323,6 +323,19 @@ def test_appending_continues_in_new_files(tmp_path, video):
     assert_is_clean(tmp_path, 6)
 
 
+@pytest.mark.parametrize("part", ["all", "count"])
+def test_appending_to_statistics_of_unknown_frames_is_refused(tmp_path, part):
+    write(tmp_path, range(2))
+    path = tmp_path / "meta/stats.json"
+    known = json.loads(path.read_text())
+    path.write_text(json.dumps({key: {n: v for n, v in one.items() if n != "count"} for key, one in known.items()}))
+    if part == "all":
+        path.unlink()
+    with pytest.raises(UserError, match=r"stats\.json does not say from how many frames of .* it was computed"):
+        write(tmp_path, range(2, 3))
+    assert len(LeRobotReader(tmp_path)) == 2
+
+
 def test_appending_other_things_is_refused(tmp_path):
     write(tmp_path, [0])
     with pytest.raises(UserError, match=r"different features.*action"):

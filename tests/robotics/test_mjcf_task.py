@@ -15,7 +15,7 @@ from robotics.episodes.recording import build_demonstrations
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.envs import TabletopEnv
 from robotics.scenes.expert_check import run_expert
-from robotics.scenes.mjcf_task import find_any_task, open_scene
+from robotics.scenes.mjcf_task import find_any_task, home_controls, open_scene
 from robotics.scenes.presentation import PresentedScene
 from robotics.scenes.vector_env import TabletopVectorEnv
 from robotics.sim.episodes import EpisodeSpec
@@ -290,6 +290,26 @@ def test_it_is_trained_from_python_with_its_class(tmp_path, monkeypatch):
 def test_what_a_scene_does_not_say_is_asked_for(tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         open_scene(own(tmp_path, f"asks_{abs(hash(message))}", **changes))
+
+
+@pytest.mark.parametrize(
+    "actuator",
+    [
+        '<position joint="j" kp="10" ctrlrange="-3 3"/>',
+        '<position joint="j" kp="10" gear="2" ctrlrange="-3 3"/>',
+        '<general joint="j" biastype="affine" gainprm="20" biasprm="1 -10 0" ctrlrange="-3 3"/>',
+    ],
+)
+def test_the_controls_of_the_start_hold_the_pose(actuator):
+    joint = '<joint name="j" type="hinge" axis="0 1 0" ref="30"/><geom size=".1" mass="1"/>'
+    model = mujoco.MjModel.from_xml_string(
+        f"<mujoco><worldbody><body>{joint}</body></worldbody><actuator>{actuator}</actuator></mujoco>"
+    )
+    data = mujoco.MjData(model)
+    data.ctrl[:] = home_controls(model)
+    mujoco.mj_forward(model, data)
+    assert abs(data.actuator_force[0]) < 1e-9
+    assert abs(data.ctrl[0]) > 0.1
 
 
 def test_mistakes_in_its_methods_are_named(tmp_path, touch):

@@ -160,6 +160,7 @@ def test_late_and_old_responses_are_counted(policy, monkeypatch):
     ("metadata", "settings", "said"),
     [
         ({"control_hz": None}, {}, "has control_hz"),
+        ({"actions": {}}, {}, r"metadata has .*, but not the shape of a chunk of actions"),
         ({"stop": None}, {}, "has stop; state what stops the arm"),
         ({}, {"stop": ["zero"] * 3}, "each of the 2 entries"),
         ({}, {"stop": ["brake"]}, "expected zero or hold"),

@@ -89,6 +89,20 @@ def test_the_demonstration_half_holds_demonstrations_and_the_overseers_steps(tmp
     assert trainer.updater.learner.updates == len(seen)
 
 
+def test_corrections_older_than_the_capacity_are_not_drawn(tmp_path, demos):
+    run(rlif_config(tmp_path, demos), tmp_path)
+    config = rlif_config(tmp_path / "again", demos, capacity=5)
+    recipe = RobotRlifRecipe(config)
+    recipe.open_replay(tmp_path / "again/replay")
+    recipe.load_parts(max((tmp_path / "checkpoints").iterdir()))
+    newest, given = recipe.replay.index.records[-5:], recipe.prior.records
+    known = {tuple(state) for part in (newest["state"], given["state"]) for state in part.tolist()}
+    for seed in range(20):
+        batch = recipe.draw(torch.Generator().manual_seed(seed))
+        assert {tuple(state) for state in batch.state.tolist()} <= known
+    recipe.close()
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, demos):
     whole = run(rlif_config(tmp_path / "whole", demos), tmp_path / "whole")
     run(rlif_config(tmp_path / "parts", demos), tmp_path / "parts", steps=2)
