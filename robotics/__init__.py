@@ -33,8 +33,10 @@ _NAMES = {
     "robotics.methods.progress": ("ProgressSettings", "progress_rewards"),
     "robotics.methods.srpo": ("SrpoConfig", "SrpoRecipe"),
     "robotics.methods.video_encoder": ("VideoEncoder", "train_video_encoder"),
-    "robotics.offpolicy.improve": ("RobotDsrlConfig", "RobotDsrlRecipe", "RobotResidualConfig", "RobotResidualRecipe"),
-    "robotics.offpolicy.rlpd": ("RobotRlpdConfig", "RobotRlpdRecipe"),
+    "robotics.offpolicy.presets": (
+        *("RobotDsrlConfig", "RobotDsrlRecipe", "RobotResidualConfig", "RobotResidualRecipe"),
+        *("RobotRlpdConfig", "RobotRlpdRecipe"),
+    ),
     "robotics.offpolicy.sac": ("RobotSacConfig", "RobotSacRecipe"),
     "robotics.offpolicy.sac_learner": ("SacLearner", "SacSettings"),
     "robotics.policies.base.action_tokens": ("RowGenerators", "draw_rows"),

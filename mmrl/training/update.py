@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -192,7 +192,8 @@ def _visible(value: Tensor, mask: Tensor) -> Tensor:
     return torch.where(mask.bool(), value, torch.zeros_like(value))
 
 
-def _digest(weights: Sequence[nn.Parameter]) -> list[int]:
+def weights_digest(weights: Iterable[nn.Parameter]) -> list[int]:
+    """Sum of the bits of each weight, on the host."""
     return [int(found) for found in to_host([sum_of_bits(local(weight.detach())) for weight in weights])]
 
 
@@ -254,7 +255,7 @@ class Updater:
         actor = actor_weights(recipe.policy)
         self._learning = self._trained if recipe.critic_only else actor
         # a sum of bits, not a copy of the weights
-        self._at_start = _digest(self._learning)
+        self._at_start = weights_digest(self._learning)
         self.shards = shards_of(recipe.policy)
         if self.shards is not None:
             self.shards.gather()  # whole but within an optimiser step
@@ -287,7 +288,7 @@ class Updater:
         The critic does not count, unless the recipe trains only the critic.
         """
         # bits and not values: the smallest change counts, and NaN equals itself
-        return not all_ranks(_digest(self._learning) == self._at_start, self.accelerator)
+        return not all_ranks(weights_digest(self._learning) == self._at_start, self.accelerator)
 
     def state_dict(self) -> dict[str, Any]:
         """Optimiser state and counters, complete in the first process; all processes must call it."""

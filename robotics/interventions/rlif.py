@@ -2,9 +2,9 @@
 
     r_t = -1 if the policy chose the action of step t and the overseer takes over at t + 1, else 0
 
-It is `robotics.offpolicy.rlpd` with episodes that an overseer watches. The replay gets all steps. The half of a batch
-that is of demonstrations, whose reward is 0, is drawn from them and from the overseer's steps so far. What is learned
-is to avoid interventions, so an overseer may be far from an expert. Success ends an episode and pays nothing.
+It is RLPD with episodes that an overseer watches. The replay gets all steps. The half of a batch that is of
+demonstrations, whose reward is 0, is drawn from them and from the overseer's steps so far. What is learned is to avoid
+interventions, so an overseer may be far from an expert. Success ends an episode and pays nothing.
 
 Source: RLIF, arXiv 2311.12996; pd-perry/RLIF examples/train_rlif_main.py. Differences: all steps have these rewards
     (that loop drops the last one of an episode, and all but the last one of an intervention), and the overseer's steps
@@ -34,7 +34,7 @@ from robotics.interventions.overseers import OverseerConfig, ScriptedOverseer
 from robotics.interventions.watched import WatchedEpisode, intervention_rewards, run_watched
 from robotics.methods.ppo import ChunkRewardConfig, ChunkWeights
 from robotics.methods.robot_recipe import check_usable, pack_episodes
-from robotics.offpolicy.rlpd import RobotRlpdConfig
+from robotics.offpolicy.presets import RobotRlpdConfig
 from robotics.offpolicy.sac import RobotSacRecipe
 from robotics.offpolicy.transitions import Experience, TransitionBatch, prior_count
 from robotics.policies.base.action_policy import ActionPolicy

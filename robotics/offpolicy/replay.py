@@ -118,7 +118,7 @@ class Replay:
             # dataset first: the index may always be made again
             self._write(episode, records)
             index.append(records)
-            self._count(records)
+            self.control_steps += int(records["steps"].sum())
 
     def save(self, folder: Path) -> None:
         """Write a copy into a new folder; files that never change are linked if the file system has links."""
@@ -141,7 +141,7 @@ class Replay:
         link_or_copy(folder / DATASET, self.dataset)
         records = read_records(self.dataset, self.form)
         self._index.append(records)
-        self._count(records)
+        self.control_steps += int(records["steps"].sum())
         self.episodes = len(LeRobotReader(self.dataset))
 
     def close(self) -> None:
@@ -167,9 +167,6 @@ class Replay:
         task = episode.instruction
         self._writer.add_episode(records["state"], actions, None, task, episode.success, extra=columns)
         self.episodes += 1
-
-    def _count(self, records: NDArray[np.void]) -> None:
-        self.control_steps += int(records["steps"].sum())
 
     def _finish(self) -> None:
         """Join the dataset's small files; the next episode opens it again."""

@@ -42,7 +42,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from mmrl.core.objectives.objective import Objective
-from mmrl.core.payload import per_decision, sum_of_bits, to_device, to_host
+from mmrl.core.payload import per_decision, to_device, to_host
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, choice, rare
@@ -51,7 +51,7 @@ from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import HeapTrimmer, Streams, make_generator
 from mmrl.training.recipe import Reference, Step
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
-from mmrl.training.update import MAX_NONFINITE
+from mmrl.training.update import MAX_NONFINITE, weights_digest
 from robotics.episodes.collect import Episodes, run_episodes
 from robotics.episodes.episode_evaluation import RobotEvaluationConfig
 from robotics.episodes.payload import EpisodePayload, EpisodeSetConfig
@@ -185,12 +185,12 @@ class SacUpdater:
         self.waited = 0
         self._due = 0.0
         """Updates that are due, of which the fraction is carried over."""
-        self._at_start = self._digest()
+        self._at_start = weights_digest(recipe.policy.parameters())
 
     @property
     def moved(self) -> bool:
         """Whether any weight of the policy differs from the start of the run."""
-        return self._digest() != self._at_start
+        return weights_digest(self.recipe.policy.parameters()) != self._at_start
 
     def update(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
         """Store the episodes, and make the updates that are due."""
@@ -252,10 +252,6 @@ class SacUpdater:
             "optim/skipped": float(self.skipped),
             "optim/lr": self.learner.rates.learning_rate,
         }
-
-    def _digest(self) -> list[int]:
-        weights = [weight.detach() for weight in self.recipe.policy.parameters()]
-        return [int(found) for found in to_host([sum_of_bits(weight) for weight in weights])]
 
 
 class RobotSacRecipe(RobotRecipe):

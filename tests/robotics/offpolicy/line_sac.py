@@ -10,9 +10,8 @@ from mmrl.training.trainer import Trainer
 from robotics.episodes.payload import EpisodeSetConfig
 from robotics.interventions.overseers import OverseerConfig
 from robotics.interventions.rlif import RobotRlifConfig, RobotRlifRecipe
-from robotics.offpolicy.improve import RobotDsrlConfig, RobotResidualConfig
+from robotics.offpolicy.presets import RobotDsrlConfig, RobotResidualConfig, RobotRlpdConfig
 from robotics.offpolicy.prior import PriorConfig
-from robotics.offpolicy.rlpd import RobotRlpdConfig
 from robotics.offpolicy.sac import RobotSacConfig, RobotSacRecipe
 from robotics.offpolicy.sac_learner import QSettings, SacSettings
 from robotics.offpolicy.transitions import Experience, TransitionForm

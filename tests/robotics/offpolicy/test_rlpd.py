@@ -11,9 +11,9 @@ from mmrl.errors import UserError
 from robotics.data import LeRobotReader
 from robotics.data.features import ACTION, EXECUTED
 from robotics.episodes.recording import build_demonstrations
+from robotics.offpolicy.presets import RobotRlpdConfig
 from robotics.offpolicy.prior import PriorConfig, prior_records
 from robotics.offpolicy.q_ensemble import QEnsemble
-from robotics.offpolicy.rlpd import RobotRlpdConfig
 from robotics.offpolicy.sac import RobotSacRecipe
 from robotics.offpolicy.sac_learner import QSettings, Rates, SacLearner, SacSettings, TemperatureSettings
 from robotics.offpolicy.transitions import TransitionBatch, TransitionForm
