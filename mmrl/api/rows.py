@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.files import replaced, write_atomically
+from mmrl.files import is_file, replaced, write_atomically
+from mmrl.hub.foreign import MalformedError, to_rgb
+from mmrl.hub.images import upright
 
 HELD_OUT = "heldout"
 """Name of held-out rows that are passed without a name."""
+MEDIA = ("image", "images", "video", "videos")
+"""Columns, and entries of chat turns, that may be paths."""
+PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 IMAGE_TYPES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"RIFF": "webp"}
 
 
@@ -29,13 +34,16 @@ def splits_of(data: Any, what: str) -> dict[str, Any]:
 def place(data: Any, folder: Path, name: str) -> str:
     """Path of a split's rows, which are written to a folder unless they are already in files.
 
-    Rows are dictionaries, texts (a prompt each) or a `datasets.Dataset`. What stands in a column reaches rewards as it
-    is: JSON with images in files next to it, named by their content, so that equal rows are one file.
+    Rows are dictionaries, texts (a prompt each), a pandas DataFrame or a `datasets.Dataset`. What stands in a column
+    reaches rewards as it is: JSON with images in files next to it, named by their content, so that equal rows are one
+    file.
     """
     if isinstance(data, str | Path):
         return str(data)
     if _is_dataset(data):
         return _saved(data, folder, name)
+    if hasattr(data, "iloc"):  # a DataFrame, which iterates over the names of its columns
+        data = data.astype(object).where(data.notna(), None).to_dict("records")
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise UserError(f"{name} is a {type(data).__name__}; pass a path, a list of dicts or a datasets.Dataset")
     lines = [_line(row, f"{name}[{number}]", folder) for number, row in enumerate(data)]
@@ -92,25 +100,26 @@ def _line(row: Any, where: str, folder: Path) -> str:
         raise UserError(
             f"{where} is a {type(row).__name__}; a row must be a dict such as {{'prompt': 'What is 2 + 2?'}}"
         )
-    cells = {str(column): _cell(value, f"{where}[{column!r}]", folder) for column, value in row.items()}
+    cells = {str(name): _cell(value, f"{where}[{name!r}]", folder, name in MEDIA) for name, value in row.items()}
     return json.dumps(cells, ensure_ascii=False) + "\n"
 
 
-def _cell(value: Any, where: str, folder: Path) -> Any:
+def _cell(value: Any, where: str, folder: Path, media: bool = False) -> Any:
+    # a path is relative to the program, and not to the file that the rows are written to
+    if isinstance(value, Path) or (media and isinstance(value, str) and is_file(value)):
+        return str(Path(value).absolute() if is_file(value) else value)
     if value is None or isinstance(value, str | bool | int | float):
         return value
-    if isinstance(value, Path):
-        return str(value)
     if isinstance(value, Mapping):
         if set(value) == {"bytes", "path"}:  # an image of datasets
             return value["path"] if value["bytes"] is None else _stored(value["bytes"], where, folder)
-        return {str(key): _cell(each, f"{where}[{key!r}]", folder) for key, each in value.items()}
+        return {str(key): _cell(each, f"{where}[{key!r}]", folder, key in MEDIA) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_cell(each, f"{where}[{number}]", folder) for number, each in enumerate(value)]
+        return [_cell(each, f"{where}[{number}]", folder, media) for number, each in enumerate(value)]
     if isinstance(value, bytes):
         return _stored(value, where, folder)
     if hasattr(value, "getexif"):
-        return _stored(_png(value), where, folder)
+        return _stored(_png(value, where), where, folder)
     if hasattr(value, "tolist"):  # numbers and arrays of NumPy and torch
         return _array(value, where, folder)
     raise UserError(f"{where} is a {type(value).__name__}; columns can contain texts, numbers, lists, dicts and images")
@@ -124,12 +133,15 @@ def _array(value: Any, where: str, folder: Path) -> Any:
         return array.tolist()
     from PIL import Image
 
-    return _stored(_png(Image.fromarray(array)), where, folder)
+    return _stored(_png(Image.fromarray(array), where), where, folder)
 
 
-def _png(image: Any) -> bytes:
-    content = io.BytesIO()
-    image.save(content, "PNG", compress_level=1)
+def _png(image: Any, where: str) -> bytes:
+    content, image = io.BytesIO(), upright(image)
+    try:
+        (image if image.mode in PNG_MODES else to_rgb(image)).save(content, "PNG", compress_level=1)
+    except MalformedError as error:
+        raise UserError(f"{where} has {error}") from None
     return content.getvalue()
 
 

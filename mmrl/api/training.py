@@ -16,6 +16,7 @@ from typing import Any
 from mmrl.api.inputs import Inputs, absolute, take_env, take_model, take_rewards, take_rows, take_settings
 from mmrl.api.methods import default_recipe, domain_of, resolve
 from mmrl.api.result import Run, Table, evaluation_rows
+from mmrl.api.rows import splits_of
 from mmrl.entries import RecipeEntry
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
@@ -138,7 +139,10 @@ def evaluate(
             return _measured(inputs, model.folder)
     name = method or default_recipe(domain_of(model, env))
     folder = absolute(output_dir) if output_dir is not None else _numbered("evaluate")
-    return _measured(_inputs(name, folder, False, model, data, data, reward, env, None, options, settings), None)
+    data = list(data) if isinstance(data, Iterator) else data
+    # the recipe needs training rows too, which nothing reads
+    first = None if data is None else next(iter(splits_of(data, "data").values()))
+    return _measured(_inputs(name, folder, False, model, first, data, reward, env, None, options, settings), None)
 
 
 def _measured(inputs: Inputs, run_dir: Path | None) -> Table:

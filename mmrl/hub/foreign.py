@@ -28,11 +28,6 @@ def as_flag(value: Any, name: str) -> bool:
     raise MalformedError(f"{name} is {value!r:.80}; expected True or False")
 
 
-def whole_text(text: str) -> str:
-    """The text with U+FFFD in place of each half of a surrogate pair, as of a text that was cut inside an emoji."""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-
-
 def as_number(value: Any, name: str) -> float:
     """Convert a number, given as a Python or NumPy scalar or as an array with one entry; it may be NaN."""
     try:

@@ -417,7 +417,11 @@ TOKEN = re.compile(
     r"(?P<percent>\s*\\?%)?"
 )
 BETWEEN = re.compile(r"\s*(?:[-+*/×÷,;:]|\\times|\\cdot|\\div)?\s*")
-UNIT_POWER = re.compile(r"\b(units?|[cdmk]?m|ft|in|yd|mi|s)\s*(?:\^\{?-?\d\}?|[²³]|[23]\b)")
+_UNIT = "(units?|[cdmk]?m|ft|in|yd|mi|s)"
+UNIT_POWER = re.compile(rf"\b{_UNIT}\s*(?:\^\{{?-?\d\}}?|[²³]|[23]\b)|(?<=\d){_UNIT}[²³]")
+# NFKC would make 23 of 2³, and 11⁄2 of 1½
+SUPERSCRIPT = re.compile(r"(?<=[\d)])[⁰¹²³⁴-⁹⁻]+")
+FRACTION = re.compile(r"(?<=\d)(?=[¼-¾⅐-⅞↉])")
 # The text without the numbers must be words, units and layout: no digit, power, root, factorial or function.
 EXPRESSION = re.compile(r"[\d^√∛π∞]|\*\*|#\s*!|[A-Za-z]\(\s*#|\\(?!text|mathrm|\$|%|[,;!\s])")
 
@@ -457,7 +461,8 @@ def number_reward(
 
 def read_number(text: str, percent: str = "strip") -> Fraction | None:
     """Parse the single number in a text exactly."""
-    text = unicodedata.normalize("NFKC", UNIT_POWER.sub(r"\1", text)).replace("−", "-").replace("⁄", "/")
+    text = FRACTION.sub(" ", SUPERSCRIPT.sub(r"^\g<0>", UNIT_POWER.sub(r"\1\2", text)))
+    text = unicodedata.normalize("NFKC", text).replace("−", "-").replace("⁄", "/")
     matches = list(TOKEN.finditer(text))
     values = {_value(match, percent) for match in matches}
     listed = any(BETWEEN.fullmatch(text[a.end() : b.start()]) for a, b in pairwise(matches))

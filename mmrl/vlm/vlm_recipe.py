@@ -462,14 +462,14 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         The graph is kept only if the step has one update on all rows, where it needs no extra memory, and if training
         mode computes the same as sampling: no dropout, no checkpointing.
         """
-        trainer, text = self.config.trainer, self.policy.network.config.get_text_config()
+        trainer = self.config.trainer
         if not (self.config.sampler.keep_prefill and self.policy.shares_prefix):
             return KeepPrefill.NOTHING
         # a step that resamples combines several rounds of sampling, each with its own graph
         once = single_update(trainer) and trainer.micro_batch == 0 and not self.objective.filter.resamples
         drops = any(isinstance(part, nn.Dropout) and part.p for part in self.policy.modules())
         # sampling runs in evaluation mode: its graph fits the update only if training mode computes the same numbers
-        same = not (self.config.model.gradient_checkpointing or drops or getattr(text, "attention_dropout", None))
+        same = not (self.config.model.gradient_checkpointing or drops)
         if once and same:
             return KeepPrefill.GRAPH
         return KeepPrefill.VALUES if scores_before_update(self) else KeepPrefill.NOTHING

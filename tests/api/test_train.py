@@ -236,6 +236,34 @@ def test_images_are_stored_once_by_their_content(tmp_path):
         place([], tmp_path, "train")
 
 
+def test_a_data_frame_gives_its_rows(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"prompt": ["say 1", "say 2"], "answer": ["1", None], "score": [1.5, float("nan")]})
+    written = [json.loads(line) for line in Path(place(frame, tmp_path, "train")).read_text().splitlines()]
+    assert written == [
+        {"prompt": "say 1", "answer": "1", "score": 1.5},
+        {"prompt": "say 2", "answer": None, "score": None},
+    ]
+
+
+def test_images_of_rows_are_those_of_their_files(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3) * 10
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    Image.fromarray(pixels).save("photo.png", exif=turned)
+    Image.fromarray(pixels).convert("CMYK").save("print.jpg")
+    rows = [{"images": [Image.open("photo.png"), Image.open("print.jpg"), "photo.png", Path("print.jpg")]}]
+    written = json.loads(Path(place(rows, tmp_path / "run/data", "train")).read_text())["images"]
+    upright, printed = (Image.open(tmp_path / "run/data" / path) for path in written[:2])
+    assert upright.size == (2, 4)
+    assert (upright.getexif().get(0x0112, 1), printed.mode) == (1, "RGB")
+    # relative to the program, and not to the written rows
+    assert written[2:] == [str(tmp_path / "photo.png"), str(tmp_path / "print.jpg")]
+    with pytest.raises(UserError, match=r"train\[0\]\['image'\] has mode F"):
+        place([{"image": Image.new("F", (2, 2))}], tmp_path, "train")
+
+
 def test_a_dry_run_plans_and_leaves_nothing(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     plan = train("grpo", model=folder, data=ROWS, reward=length, dry_run=True, **SMALL)
@@ -368,6 +396,12 @@ def test_a_model_and_a_run_are_evaluated_as_in_training(folder, tmp_path):
     assert [(row["metric"], row["value"]) for row in again] == [(row["metric"], row["value"]) for row in after]
     fewer = evaluate(run, {"few": ROWS[:3]}, output_dir=tmp_path / "few")
     assert {(row["split"], row["n"]) for row in fewer} == {("few", 3)}
+    several = evaluate(
+        folder, {"a": ROWS[:3], "train": ROWS[:2]}, score, output_dir=tmp_path / "sets", max_new_tokens=4
+    )
+    assert {(row["split"], row["n"]) for row in several} == {("a", 3), ("train", 2)}
+    lazily = evaluate(folder, iter(ROWS[:3]), score, output_dir=tmp_path / "lazy", max_new_tokens=4)
+    assert {row["n"] for row in lazily} == {3}
     (tmp_path / "foreign").mkdir()
     text = run.config_path.read_text().replace("given:score", "elsewhere:score")
     (tmp_path / "foreign/config.yaml").write_text(text)

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 from functools import partialmethod
 from pathlib import Path
@@ -11,8 +12,10 @@ from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
 from mmrl.runs.records import read_samples, read_warnings
 from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.recipe import Step
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.run import evaluate, train
+from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.methods.apo import ApoConfig
 from mmrl.vlm.methods.papo import PapoConfig
@@ -106,6 +109,35 @@ def test_a_completion_of_trl_is_one_turn_of_the_assistant(tmp_path, tiny_folders
     file.write_text("".join(json.dumps(row) + "\n" for row in turns))
     with pytest.raises(UserError, match=r"q2: column 'completion' has the roles assistant, user"):
         SftRecipe(config)
+
+
+@pytest.mark.parametrize(
+    ("completion", "message"),
+    [
+        ("", "q2: the answer in column 'completion' is empty"),
+        ([{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}], "q2: .* has tool_calls"),
+    ],
+)
+def test_an_answer_without_text_would_teach_to_end_at_once_and_is_refused(tmp_path, tiny_folders, completion, message):
+    config = run_config(SftConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    file = Path(config.data.path)
+    rows = [json.loads(line) for line in file.open()]
+    rows[2]["completion"] = completion
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with pytest.raises(UserError, match=message):
+        SftRecipe(config)
+
+
+def test_an_answer_that_does_not_fit_in_the_models_positions_is_skipped_and_counted(tmp_path, tiny_folders):
+    config = run_config(SftConfig, tmp_path, tiny_folders["qwen2_5_vl"])
+    recipe = SftRecipe(config)
+    tasks = list(recipe.train_tasks[:3])
+    tasks[1] = dataclasses.replace(tasks[1], columns=tasks[1].columns | {"completion": "1 " * recipe.policy.positions})
+    rollouts = recipe.batch(recipe.policy, tasks, Streams(0), Step())
+    assert [task.id for task in VlmPayload.of(rollouts).tasks] == ["q0", "q2"]
+    assert recipe.skipped == {"long_answer": 1}
+    with pytest.raises(NoUsableTasksError, match="none of 1 answers fits"):
+        recipe.batch(recipe.policy, tasks[1:2], Streams(0), Step())
 
 
 @pytest.mark.parametrize("action", ["error", "skip"])

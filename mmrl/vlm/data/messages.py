@@ -108,6 +108,7 @@ def last_turn(task: VlmTask, name: str, cell: Any) -> str:
         expected = f"a text, or one assistant turn, optionally after the question's own turns ({', '.join(asked)})"
         found = f"the roles {', '.join(map(str, roles))}" if roles else f"a {type(cell).__name__}"
         raise TaskError("bad_side", task.id, f"column '{name}' has {found}; expected {expected}")
+    _refuse_calls(turns[-1], "bad_side", task.id)
     content = turns[-1].get("content")
     items = content if isinstance(content, list) else [{"type": "text", "text": content}]
     texts = [item.get("text") if isinstance(item, dict) and item.get("type") == "text" else None for item in items]
@@ -194,7 +195,16 @@ def _role(turn: Any) -> Any:
     return ROLES.get(role, role) if isinstance(role, str) else None
 
 
+def _refuse_calls(turn: Any, kind: str, place: str) -> None:
+    """Refuse what a turn says next to its content, which nothing here reads; raises TaskError."""
+    for key in ("tool_calls", "function_call", "reasoning_content"):
+        if isinstance(turn, dict) and turn.get(key):
+            message = f"a chat turn has {key}, which is not read and would be lost; write it into the content, as the "
+            raise TaskError(kind, place, f"{message}model's chat template does")
+
+
 def _turn(turn: Any, render: Callable[[str], str], place: str) -> dict[str, Any]:
+    _refuse_calls(turn, "bad_prompt", place)
     content = turn.get(_parts(turn)[1]) if isinstance(turn, dict) else None
     role = _role(turn)
     if not isinstance(role, str) or not isinstance(content, str | list):

@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from mmrl.errors import UserError
 from mmrl.vlm.engine.attention import register_attention
 from mmrl.vlm.engine.reader import COPIED, multiply_patches
@@ -16,6 +18,8 @@ from mmrl.vlm.model.network import add_adapter, freeze_parts
 LOGGER = logging.getLogger("mmrl")
 
 
+DROPOUT = ("dropout", "pdrop", "dropout_prob")
+"""Ends of the names under which layers keep the rates of their dropout."""
 LONGEST_EDGE = 16_384
 """A `longest_edge` up to this is a side in pixels, a larger one an area."""
 
@@ -64,7 +68,11 @@ def template_variables(processor: Any, config: ModelConfig, switch: str) -> dict
 
 
 def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
-    """Freeze the untrained weights, add adapters and switch on checkpointing and faster kernels."""
+    """Freeze the untrained weights, add adapters and switch on checkpointing and faster kernels.
+
+    The model's own dropout is switched off, as in TRL: with it, responses would be off-policy before the first update.
+    """
+    _switch_off_dropout(network)
     model = network
     if config.lora.enabled or adapter is not None:
         model = add_adapter(network, config.lora, adapter, freeze_vision=config.freeze_vision)
@@ -87,15 +95,27 @@ def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
     return model
 
 
+def _switch_off_dropout(network: Any) -> None:
+    found = []
+    for name, part in network.named_modules():
+        if "lora_dropout" in name:  # of adapters that the user has given
+            continue
+        # modules, and numbers that layers pass to functions
+        rates = ["p"] if isinstance(part, nn.Dropout) else [key for key in vars(part) if key.endswith(DROPOUT)]
+        for rate in rates:
+            if isinstance(value := getattr(part, rate), float) and value:
+                found.append(f"{name}.{rate} = {value:g}")
+                setattr(part, rate, 0.0)
+    if found:
+        LOGGER.info("the model's own dropout is switched off: %s and %d more", found[0], len(found) - 1)
+
+
 def _copying_reason(network: Any, config: ModelConfig) -> str | None:
     """Why the responses of a model cannot attend to a prompt that their group shares; None if they may."""
     from mmrl.vlm.engine.cache import is_plain, new_cache
 
-    text = network.config.get_text_config()
     if config.attention != "sdpa":
         return f"model.attention is {config.attention}, but attention to shared prompts needs sdpa"
-    if getattr(text, "attention_dropout", 0.0):
-        return f"the model's attention_dropout is {text.attention_dropout}"
     if not is_plain(new_cache(network.config)):
         return "some layers store something other than the keys and values of all tokens, such as a sliding window"
     return None

@@ -154,14 +154,30 @@ class _Given:
 
 
 def own_logits(network: Any, states: Tensor) -> Tensor:
-    """Logits (M, V) that a model's `forward` makes of states (M, H), without its body."""
+    """Logits (M, V) that a model's `forward` makes of states (M, H), without its body.
+
+    Raises:
+        UserError: it does not use its body, but a part of it, so other states than these would decide.
+    """
     body, layer = network.base_model, network.get_output_embeddings()
     given = _Given(states[None].to(layer.weight.dtype))
     own = vars(body).get("forward")  # accelerate puts one there
-    body.forward = lambda *_, **__: given
+    calls: list[_Given] = []
+
+    def forward(*_: Any, **__: Any) -> _Given:
+        calls.append(given)
+        return given
+
+    body.forward = forward
     try:
         nothing = torch.zeros((1, len(states)), dtype=torch.int64, device=states.device)
-        return network(input_ids=nothing, use_cache=False).logits[0]
+        found = network(input_ids=nothing, use_cache=False).logits
+        if not calls:
+            raise UserError(
+                f"a model of type {network.config.model_type} does not compute its logits from the output of its body, "
+                "so responses cannot be scored; choose another model"
+            )
+        return found[0]
     finally:
         if own is None:
             del body.forward

@@ -18,13 +18,13 @@ from mmrl.errors import UserError
 from mmrl.fields import rare
 from mmrl.rewards.reward_config import refuse_weights
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step
+from mmrl.training.recipe import NoUsableTasksError, Step
 from mmrl.training.settings import BaseRunConfig
 from mmrl.training.supervised import SupervisedRecipe
 from mmrl.vlm.data.dataset import LoadedTasks
 from mmrl.vlm.data.messages import last_turn
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
-from mmrl.vlm.data.task import VlmTask, check_no_media
+from mmrl.vlm.data.task import TaskError, VlmTask, check_no_media
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.model.model_config import check_critic
 from mmrl.vlm.vlm_config import AnswerScoring, VlmEvaluationConfig, VlmParts, check_scoring, scoring_evaluation
@@ -116,15 +116,26 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
                 f"columns: {', '.join(task.columns)}"
             )
         text = cell if isinstance(cell, str) else last_turn(task, key, cell)
+        if not text.strip():
+            raise TaskError("empty_answer", task.id, f"the answer in column '{key}' is empty")
         check_no_media(task, key, text, "media_in_answer")
         return replace(task, columns={**task.columns, key: text})
 
     def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Tokenise the given completions."""
-        usable, prompts = self.encode(policy, tasks)
-        texts = [str(task.columns[self.config.target_key]) for task in usable]
-        ids = [policy.encode_answer(prompt, text) for prompt, text in zip(prompts, texts, strict=True)]
-        return streams.among(tasks, usable).noted(given_answers(policy, usable, prompts, texts, ids))
+        """Tokenise the given completions; those that do not fit in the model's positions are skipped and counted."""
+        found: list[tuple[VlmTask, Prompt, str, list[int]]] = []
+        for task, prompt in zip(*self.encode(policy, tasks), strict=True):
+            text = str(task.columns[self.config.target_key])
+            ids, room = policy.encode_answer(prompt, text), policy.positions - len(prompt)
+            if len(ids) > room:
+                message = f"the answer has {len(ids)} tokens, but after its prompt there is only room for {room}"
+                self.skipped.note(TaskError("long_answer", task.id, f"{message}; shorten it, or remove such rows"))
+                continue
+            found.append((task, prompt, text, ids))
+        if not found:
+            raise NoUsableTasksError(f"none of {len(tasks)} answers fits in the model's {policy.positions} positions")
+        usable, prompts, texts, rows = (list(part) for part in zip(*found, strict=True))
+        return streams.among(tasks, usable).noted(given_answers(policy, usable, prompts, texts, rows))
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Teacher-forced scores."""

@@ -16,6 +16,8 @@ from mmrl.vlm.data.dataset import DataConfig, load_tasks
 from mmrl.vlm.data.task import TaskError, check_columns, columns_of, open_image, score_texts
 
 USER = {"role": "user", "content": "What is 2 + 3?"}
+CALL = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 2}}}]}
+THOUGHT = {"role": "assistant", "content": "5", "reasoning_content": "2 and 3"}
 ANSWER = {"role": "assistant", "content": "\\boxed{5}"}
 
 
@@ -185,6 +187,9 @@ def test_a_prompt_that_ends_with_the_assistant_is_a_started_answer_as_in_trl(tmp
         ({"prompt": [{"role": "User", "content": "q"}]}, "the role 'User'; expected: user, assistant, system"),
         ({"prompt": [{"role": "bot", "content": "q"}]}, "the role 'bot'"),
         ({"prompt": [{"role": "user", "content": None}]}, "needs a role and a content"),
+        ({"prompt": [USER, CALL, USER]}, "a chat turn has tool_calls, which is not read and would be lost"),
+        ({"messages": [USER, CALL | {"content": ""}]}, "a chat turn has tool_calls"),
+        ({"prompt": [USER, THOUGHT, USER]}, "a chat turn has reasoning_content"),
         ({"messages": [USER, {"role": "assistant", "content": [{"type": "image"}]}]}, "contains more than text"),
         ({"prompt": "q", "image": [3, 4]}, "an image is 3; expected a PIL image, a path, bytes"),
         ({"prompt": "q", "image": [[0, 0], [0, 0]]}, r"an image is \[0, 0\]"),

@@ -1,5 +1,7 @@
 """Families that cannot be computed are refused by name, before their weights are read."""
 
+import shutil
+
 import pytest
 import torch
 import transformers
@@ -72,3 +74,22 @@ def test_a_model_that_keeps_something_outside_of_its_cache_is_found(language_mod
     with pytest.raises(UserError, match=r"models of type qwen3 .* RuntimeError: .*no such state"):
         load_policy(ModelConfig(path=str(language_model), attention="eager"))
     assert torch.is_grad_enabled()
+
+
+def test_a_model_whose_logits_are_not_made_from_its_bodys_output_is_refused(language_model, tmp_path):
+    config = transformers.OPTConfig(
+        vocab_size=len(transformers.AutoTokenizer.from_pretrained(language_model)),
+        hidden_size=32,
+        ffn_dim=32,
+        word_embed_proj_dim=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=64,
+        dropout=0.0,
+    )
+    shutil.copytree(language_model, tmp_path / "opt")
+    for weights in (tmp_path / "opt").glob("*.safetensors"):
+        weights.unlink()
+    transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    with pytest.raises(UserError, match="a model of type opt does not compute its logits from the output of its body"):
+        load_policy(ModelConfig(path=str(tmp_path / "opt")))

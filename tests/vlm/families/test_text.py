@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,6 +64,23 @@ def test_text_between_answers_is_read_behind_one_prompt(language_model):
     assert len(passes) == 2 + 1  # prompts and responses, then whole rows
     assert (scores[0][0] - scores[1][0]).abs().max() < 1e-5  # norms and rotary angles are float32
     assert (scores[0][1] - scores[1][1]).norm() < 1e-5 * scores[1][1].norm()
+
+
+def test_the_models_own_dropout_is_off_and_stays_in_its_configuration(language_model, tmp_path):
+    shutil.copytree(language_model, tmp_path / "dropping")
+    config = json.loads((tmp_path / "dropping/config.json").read_text()) | {"attention_dropout": 0.5}
+    (tmp_path / "dropping/config.json").write_text(json.dumps(config))
+    policy = load_policy(ModelConfig(path=str(tmp_path / "dropping")))
+    prompt = policy.encode(make_task("a", "Make 3 from 1 2."))
+    ids, mask = torch.tensor([[5, 6, 7]] * 2), torch.ones(2, 3)
+    payload = VlmPayload([prompt], [make_task("a", "Make 3.")], ids, [""] * 2, ["eos"] * 2)
+    rollouts = Rollouts(torch.zeros(2, dtype=torch.long), mask, torch.zeros_like(mask), torch.zeros(2), payload)
+    sampled, trained = (policy.train(mode)(rollouts).logp for mode in (False, True))
+    assert torch.equal(sampled, trained)
+    # the answers share their prompt again
+    assert policy.shares_prefix
+    policy.save_pretrained(tmp_path / "saved")
+    assert json.loads((tmp_path / "saved/config.json").read_text())["attention_dropout"] == 0.5
 
 
 def test_methods_on_pictures_say_why_they_do_not_apply(language_model, tmp_path):
