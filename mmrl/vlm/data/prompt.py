@@ -21,7 +21,7 @@ from mmrl.vlm.data.turn_template import (
     PLACEHOLDER,
     TemplateError,
     TurnTemplate,
-    hide_control_tokens,
+    hide_in_turns,
     special_tokens,
 )
 from mmrl.vlm.families.family import TEXT, TokenTables
@@ -233,7 +233,7 @@ def encode_prompt(
     A turn of the assistant at the end is the start of its answer, which the model continues, as in TRL.
     """
     given = {"role": "assistant", "content": task.answer_start}
-    hidden, [*messages, given] = hide_control_tokens([*task.messages, given], processor.tokenizer)
+    hidden, [*messages, given] = hide_in_turns([*task.messages, given], processor.tokenizer, ())
     begun = messages[-1]["role"] == "assistant"
     form = {**layout.template, "add_generation_prompt": not begun, "continue_final_message": begun}
     text = _render(task, processor, messages, form)
@@ -243,7 +243,7 @@ def encode_prompt(
 
 def encode_turn(task: VlmTask, turns: TurnTemplate, processor: Any, layout: PromptLayout, *, end: int | None) -> Prompt:
     """Turn further messages into the tokens between two answers; `end` is the token that ended the first, or None."""
-    hidden, messages = hide_control_tokens(task.messages, processor.tokenizer)
+    hidden, messages = hide_in_turns(task.messages, processor.tokenizer, ())
     calls = [str(turn.get("name", "")) for turn in messages if turn["role"] == "tool"]
     try:
         text = turns.follow(messages, end=end, tools=task.tools, calls=calls)

@@ -33,7 +33,7 @@ from torch.nn import functional
 from mmrl.core.payload import sum_of_bits, to_device
 from mmrl.vlm.data.prompt import Prompt, leaves
 from mmrl.vlm.engine.attention import ATTENTION_NAME, KeepingRow, PromptRow, ResponseRow, prompt_index, response_index
-from mmrl.vlm.engine.capabilities import joining_problem, replaying_problem
+from mmrl.vlm.engine.capabilities import joining_problem, reads_images, replaying_problem
 from mmrl.vlm.engine.prefix import CachedPart, Prefix
 from mmrl.vlm.engine.rows import PackedRows, Reading, joined_rows, pack_prompts, pack_reading
 from mmrl.vlm.families.family import family_of
@@ -161,7 +161,9 @@ class ModelReader:
 
     def __init__(self, network: Any, config: ModelConfig) -> None:
         body = network.base_model
-        self._accepted = frozenset(inspect.signature(body.forward).parameters)
+        accepted = frozenset(inspect.signature(body.forward).parameters)
+        # without images, such as in GPT-2, the types are of segments, and passing them adds an embedding
+        self._accepted = accepted if reads_images(type(network), network.config) else accepted - {"token_type_ids"}
         self._cache_name = cache_argument(body)
         self._axes = hasattr(body, "get_rope_index")  # positions along three axes, which are always given
         self._family = family_of(network.config.model_type)

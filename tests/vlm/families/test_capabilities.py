@@ -6,11 +6,14 @@ import pytest
 import torch
 import transformers
 
+from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
+from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.engine.capabilities import check_architecture, check_behaviour
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.network import auto_class
+from tests.vlm.builders import make_task
 from tests.vlm.families.zoo import ZOO
 
 SMALL = {
@@ -76,20 +79,34 @@ def test_a_model_that_keeps_something_outside_of_its_cache_is_found(language_mod
     assert torch.is_grad_enabled()
 
 
-def test_a_model_whose_logits_are_not_made_from_its_bodys_output_is_refused(language_model, tmp_path):
-    config = transformers.OPTConfig(
-        vocab_size=len(transformers.AutoTokenizer.from_pretrained(language_model)),
-        hidden_size=32,
-        ffn_dim=32,
-        word_embed_proj_dim=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        dropout=0.0,
-    )
-    shutil.copytree(language_model, tmp_path / "opt")
-    for weights in (tmp_path / "opt").glob("*.safetensors"):
+def saved(network, language_model, folder):
+    """The model with the tokenizer of another one."""
+    shutil.copytree(language_model, folder)
+    for weights in folder.glob("*.safetensors"):
         weights.unlink()
-    transformers.OPTForCausalLM(config).save_pretrained(tmp_path / "opt")
+    network.save_pretrained(folder)
+    return ModelConfig(path=str(folder))
+
+
+def test_a_model_whose_logits_are_not_made_from_its_bodys_output_is_refused(language_model, tmp_path):
+    words = len(transformers.AutoTokenizer.from_pretrained(language_model))
+    sizes = {"hidden_size": 32, "ffn_dim": 32, "word_embed_proj_dim": 32, "num_hidden_layers": 1}
+    config = transformers.OPTConfig(
+        vocab_size=words, **sizes, num_attention_heads=2, max_position_embeddings=64, dropout=0.0
+    )
     with pytest.raises(UserError, match="a model of type opt does not compute its logits from the output of its body"):
-        load_policy(ModelConfig(path=str(tmp_path / "opt")))
+        load_policy(saved(transformers.OPTForCausalLM(config), language_model, tmp_path / "opt"))
+
+
+def test_segments_of_text_models_get_no_embedding(language_model, tmp_path):
+    words = len(transformers.AutoTokenizer.from_pretrained(language_model))
+    config = transformers.GPT2Config(vocab_size=words, n_positions=256, n_embd=32, n_layer=2, n_head=2)
+    policy = load_policy(saved(transformers.GPT2LMHeadModel(config), language_model, tmp_path / "gpt2")).eval()
+    prompt, ids = policy.encode(make_task("a", "Make 3 from 1 2.")), torch.tensor([[5, 6, 7]])
+    payload = VlmPayload([prompt], [make_task("a", "Make 3.")], ids, [""], ["eos"])
+    mask = torch.ones(1, 3)
+    found = policy(Rollouts(torch.zeros(1, dtype=torch.long), mask, 0 * mask, torch.zeros(1), payload)).logp
+    whole = torch.cat([prompt.input_ids, ids[0]])[None]
+    logits = policy.network(whole).logits[0].index_fill(1, policy.banned_ids, float("-inf"))
+    expected = logits.log_softmax(-1)[len(prompt) - 1 : -1].gather(1, ids[0][:, None])[:, 0]
+    torch.testing.assert_close(found[0], expected, rtol=0, atol=1e-5)
