@@ -127,6 +127,20 @@ class Looking(Fake):
         return f"images: {self.show_images}"
 
 
+class Thin(Fake):
+    """Shows an image that no model can read after the first step of some episodes; the others end with it."""
+
+    episodes = 0
+
+    def reset(self, task, seed):
+        self.episodes += 1
+        return "go"
+
+    def step(self, action):
+        odd = self.episodes % 2
+        return {"image": np.zeros((1000, 4, 3), np.uint8), "text": ""} if odd else "done", 1.0, not odd
+
+
 class NoStep:
     def reset(self, task, seed):
         return ""

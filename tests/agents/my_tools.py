@@ -1,5 +1,11 @@
 """Tools and a reward for the tests of `mmrl.agents.environments.tools`."""
 
+import asyncio
+import datetime
+
+import numpy as np
+from PIL import Image
+
 
 def add(a: int, b: int) -> int:
     """
@@ -20,6 +26,39 @@ def fail(text: str) -> str:
         text: what to say.
     """
     raise ValueError(f"no {text}")
+
+
+def give(kind: str):
+    """
+    Give something.
+
+    Args:
+        kind: what to give.
+    """
+    circle = {}
+    circle["circle"] = circle
+    wave = np.zeros((2, 3, 3), np.uint8)
+    return {
+        "date": {"day": datetime.date(2026, 1, 2)},
+        "numbers": np.array([1, 2]),
+        "pictures": [Image.new("RGB", (3, 2)), "a picture", {"n": 1}, wave],
+        "generator": (n for n in range(3)),
+        "keys": {(1, 2): 3},
+        "circle": circle,
+        "object": [object()],
+        "long": "a" * 19_000 + "b" * 10_000 + "the end",
+    }[kind]
+
+
+async def later(text: str) -> str:
+    """
+    Take a while.
+
+    Args:
+        text: what to say.
+    """
+    await asyncio.sleep(0)
+    return f"later {text}"
 
 
 def reward(task, answer):

@@ -23,6 +23,8 @@ class FakeServer:
 
     def __init__(self, sessions=4, schema=SCHEMA):
         self.sessions, self.schema, self.shown, self.reward = sessions, schema, {}, None
+        self.statuses = []
+        """Statuses with which the next sessions are refused."""
         self.running, self.requests, self.lock = set(), [], threading.Lock()
         self.server = serve(self._talk, "127.0.0.1", 0, process_request=self._describe)
         self.url = f"http://127.0.0.1:{self.server.socket.getsockname()[1]}"
@@ -42,7 +44,8 @@ class FakeServer:
 
     def _describe(self, connection, request):
         if request.path == "/ws":
-            return None
+            refused = self.statuses and self.statuses.pop(0)
+            return connection.respond(refused, "") if refused else None
         body = json.dumps({"action": self.schema}).encode()
         found = request.path == "/schema"
         headers = Headers({"Content-Length": str(len(body))})

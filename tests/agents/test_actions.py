@@ -48,6 +48,8 @@ JSON = [
     ('{"action": {"name": "click", "arguments": {"x": NaN}}}', "bad_number", "bad_number"),
     ('{"action": {"name": "click", "arguments": {"x": -Infinity}}}', "bad_number", "bad_number"),
     ('{"action": {"name": "click", "arguments": {"x": 1e999}}}', "bad_number", "bad_number"),
+    (r'{"action": {"name": "say", "arguments": {"x": "\ud83d"}}}', "malformed", "malformed"),
+    (r'{"action": {"name": "say", "arguments": {"\ud83d": 1}}}', "malformed", "malformed"),
     ('{"action": {"name": "click", "arguments": {"x": 1%s}}}' % ("0" * 30), "bad_number", "bad_number"),
     ('{"action": {"name": "x", "arguments": {"y": ' + "[" * 9 + "]" * 9 + "}}}", "too_deep", "too_deep"),
     ('{"action": ' + "[" * 3000 + "1" + "]" * 3000 + "}", "too_deep", "too_deep"),

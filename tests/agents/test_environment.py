@@ -20,6 +20,8 @@ RGB = np.arange(2 * 3 * 3, dtype=np.uint8).reshape(2, 3, 3)
     [
         (Observation("t", (RGB,)), "t", 1),
         ("t", "t", 0),
+        # half of a surrogate pair, as of a text that was cut inside an emoji
+        ("a \ud83d b \udcff \U0001f600", "a \ufffd b \ufffd \U0001f600", 0),
         ({"text": "t"}, "t", 0),
         ({"image": RGB}, "", 1),
         ({"image": RGB, "images": [RGB, RGB], "text": "t"}, "t", 3),

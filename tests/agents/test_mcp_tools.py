@@ -211,6 +211,14 @@ def test_errors_of_a_living_server_are_texts_with_a_kind(fake, closing, given, k
     assert env.step(Action("fly"))[3]["tool_error"] == "unknown_tool"
 
 
+def test_an_error_without_a_text_is_one_all_the_same(fake, closing):
+    env = closing(McpEnvironment({"one": SERVER}, REWARD))
+    env.reset(TASK, 0)
+    fake.result = result(is_error=True)
+    text, _, _, info = env.step(Action("add"))
+    assert text == info["action_error"] == "add failed without a message"
+
+
 def test_a_server_that_is_gone_is_no_mistake_of_the_agent(fake, closing):
     env = closing(McpEnvironment({"one": SERVER}, REWARD))
     env.reset(TASK, 0)

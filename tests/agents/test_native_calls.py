@@ -193,6 +193,119 @@ def test_values_follow_the_schema():
     assert call.status == "ok"
 
 
+@pytest.mark.parametrize(
+    ("schema", "given", "kept"),
+    [
+        ({"anyOf": [{"$ref": "#/$defs/Unit"}, {"type": "null"}]}, '"celsius"', "celsius"),
+        ({"anyOf": [{"enum": ["a", "b"]}, {"type": "null"}]}, '"a"', "a"),
+        ({"anyOf": [{"const": "a"}, {"type": "integer"}]}, '"a"', "a"),
+        ({"anyOf": [{}, {"type": "null"}]}, "[1]", [1]),
+        ({"nullable": True}, "1", 1),
+        ({"$ref": "#/$defs/Level"}, '"2"', 2),
+        ({"allOf": [{"$ref": "#/$defs/Level"}]}, '"2"', 2),
+        ({"$ref": "#/$defs/Itself"}, "[1]", [1]),
+        ({"$ref": "#/$defs/a~1b"}, '"true"', True),
+        ({"$ref": "elsewhere.json"}, '"2"', "2"),
+    ],
+)
+def test_references_values_and_unions_of_a_schema_say_the_types(schema, given, kept):
+    f = tool("f")
+    itself = {"anyOf": [{"$ref": "#/$defs/Itself"}, {"type": "null"}]}
+    values = {"Unit": {"enum": ["celsius"]}, "Level": {"enum": [1, 2]}, "Itself": itself, "a/b": {"type": "boolean"}}
+    f["function"]["parameters"] |= {"properties": {"x": schema}, "$defs": values}
+    (call,) = read(f'<tool_call>{{"name": "f", "arguments": {{"x": {given}}}}}</tool_call>', tools=[f]).calls
+    assert (call.status, call.arguments) == ("ok", {"x": kept})
+
+
+def test_values_that_a_reference_excludes_are_bad_arguments():
+    f = tool("f")
+    level = {"anyOf": [{"$ref": "#/$defs/Level"}, {"type": "null"}]}
+    f["function"]["parameters"] |= {"properties": {"x": level}, "$defs": {"Level": {"type": "integer"}}}
+    (call,) = read('<tool_call>{"name": "f", "arguments": {"x": "a"}}</tool_call>', tools=[f]).calls
+    assert (call.status, call.detail) == ("bad_arguments", "the argument x of f is 'a'; expected integer or null")
+
+
+def test_none_is_null_where_the_schema_allows_it():
+    f = tool("f", s="string")
+    f["function"]["parameters"]["properties"]["n"] = {"type": ["integer", "null"]}
+    text = "<tool_call><function=f><parameter=n>None</parameter><parameter=s>None</parameter></function></tool_call>"
+    (call,) = read(text, "qwen_xml", [f]).calls
+    assert (call.status, call.arguments) == ("ok", {"n": None, "s": "None"})
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        '{"name": "Alice"}',
+        'The author is {"name": "Alice"}.',
+        '[{"name": "Alice"}, {"name": "Bob"}]',
+        '{"answer": {"name": "Alice"}}',
+        '{"answer": {"name": "f", "parameters": {"a": 1}}}',
+        '{"type": "object", "name": "Alice"}',
+        '{"parameters": {"a": 1}, "name": "Alice"}',
+    ],
+)
+def test_an_answer_in_json_is_no_call(answer):
+    for format in ("llama_json", "hermes"):
+        found = read(f"{answer}<|eot_id|>", format)
+        assert (found.calls, found.text) == ((), answer)
+
+
+@pytest.mark.parametrize(
+    ("text", "status"),
+    [
+        ('{"name": "f"}', "ok"),
+        ('{"type": "function", "function": "f", "parameters": {"a": 1}}', "ok"),
+        ('{"type": "function", "function": {"name": "f", "parameters": {"a": 1}}}', "ok"),
+        ('Set {1: 2}: {"name": "f", "parameters": {"o": {"name": "g", "parameters": {}}}}', "ok"),
+        ('{"name": "g", "parameters": {}}', "unknown_tool"),
+        ('{"parameters": {"a": 1}, "name": "f"}', "invalid_json"),
+        ('<|python_tag|>{"city": "x"}', "invalid_json"),
+    ],
+)
+def test_what_llama_means_as_a_call_is_one(text, status):
+    (call,) = read(text, "llama_json").calls
+    assert (call.status, call.name) == (status, {"ok": "f", "unknown_tool": "g"}.get(status, ""))
+
+
+def test_half_of_a_character_in_a_call_is_unreadable():
+    call = '<tool_call>{{"name": "f", "arguments": {}}}</tool_call>'.format
+    for arguments in (r'{"s": "cafe \ud83d"}', r'{"o": {"\udc00": 1}}', r'"{\"s\": \"\\ud83d\"}"'):
+        (found,) = read(call(arguments)).calls
+        assert (found.status, "has half of a character" in found.detail) == ("invalid_json", True)
+    assert statuses(r'<tool_call>{"name": "\ud83d", "arguments": {}}</tool_call>') == ["invalid_json"]
+    assert statuses(call(r'{"s": "\ud83d\ude00"}')) == ["ok"]
+
+
+def test_tools_take_larger_numbers_and_deeper_values_than_screens():
+    deep = {"query": {"bool": {"must": [{"bool": {"should": [{"match": {"title": {"query": "x"}}}]}}]}}}
+    body = json.dumps({"a": 1767225600000000000, "b": deep})
+    assert statuses(f'<tool_call>{{"name": "f", "arguments": {body}}}</tool_call>') == ["ok"]
+    text = "<parameter=a>1767225600000000000</parameter>"
+    assert statuses(f"<tool_call><function=f>{text}</function></tool_call>", "qwen_xml") == ["ok"]
+    for number in ("1e999", "1" * 400):
+        assert statuses(f'<tool_call>{{"name": "f", "arguments": {{"a": {number}}}}}</tool_call>') == ["invalid_json"]
+        assert statuses(f"[f(a={number})]", "pythonic") == ["invalid_json"]
+
+
+@pytest.mark.parametrize("format", ["hermes", "deepseek", "deepseek_v3", "kimi", "harmony", "phi_tags"])
+def test_no_arguments_may_be_written_as_nothing(format):
+    for nothing in ('""',) if format in ("hermes", "phi_tags") else ("", "\n"):
+        (call,) = read(WHOLE[format].replace('{"a": 1}', nothing), format).calls
+        assert (call.status, call.name, call.arguments) == ("ok", "f", {})
+
+
+@pytest.mark.parametrize("format", ["hermes", "qwen_xml", "llama_json", "mistral"])
+def test_the_end_of_a_thought_inside_an_argument_is_text(format):
+    text = (WHOLE | BARE)[format].replace('"a": 1', '"s": "a </think> b"')
+    text = text.replace("<parameter=a>\n1", "<parameter=s>\na </think> b")
+    found = read(f"Hm.\n{text}", format)
+    assert [(call.status, call.arguments) for call in found.calls] == [("ok", {"s": "a </think> b"})]
+    # a thought that only ends, with a call in it
+    found = read(f"Maybe {text.replace('</think>', '')}</think>No.", format)
+    assert (found.calls, found.text) == ((), "No.")
+
+
 def test_replies_run_the_good_calls_and_other_settings_run_none():
     text = "".join(WHOLE["hermes"].replace("1", body) for body in ("1", "bad", "3"))
     config = ActionConfig(format="native")

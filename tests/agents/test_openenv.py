@@ -58,6 +58,53 @@ def test_actions_and_observations_are_those_of_the_server(server, closing):
         env.reset({"seed": 3}, 1)
 
 
+def test_the_values_that_an_entry_allows_are_described(closing):
+    place = {"type": "object", "properties": {"row": {"type": "integer"}, "next": {"$ref": "#/$defs/Place"}}}
+    schema = {
+        "properties": {
+            "way": {"enum": ["up", "down"], "type": "string"},
+            "kind": {"const": "move", "type": "string"},
+            "n": {"type": "integer", "minimum": 1, "maximum": 8, "default": 0},
+            "tags": {"type": "array", "items": {"$ref": "#/$defs/Tag"}},
+            "tag": {"anyOf": [{"$ref": "#/$defs/Tag"}, {"type": "null"}], "default": None},
+            "place": {"$ref": "#/$defs/Place"},
+            "any": {},
+        },
+        "$defs": {"Tag": {"enum": ["a", 1]}, "Place": place},
+        "required": ["way"],
+    }
+    with FakeServer(schema=schema) as server:
+        described = closing(OpenEnvEnvironment(server.url)).actions["act"].split("; ")
+    assert described[:5] == [
+        'way ("up" or "down")',
+        'kind ("move", optional)',
+        "n (integer, optional, at least 1, at most 8, default 0)",
+        'tags (array of "a" or 1, optional)',
+        'tag ("a" or 1 or null, optional)',
+    ]
+    assert described[5].startswith("place (object with row: integer, next: object with row: integer, next: ")
+    assert described[6] == "any (any, optional)"
+
+
+def test_another_action_is_refused_and_a_long_observation_shortened(server, closing):
+    env = closing(OpenEnvEnvironment(server.url))
+    env.reset({}, 7)
+    text, _, _, info = env.step(Action("jump", {"number": 7}))
+    assert (text, info["tool_error"]) == ("There is no tool 'jump'; the tools are: act.", "unknown_tool")
+    server.shown = {"page": "y" * 250_000}
+    seen = env.step(guess(3))[0]["text"]
+    assert (len(seen), "characters) ..." in seen) == (200_000, True)
+
+
+def test_a_proxy_that_has_no_server_yet_is_waited_for(server, closing):
+    server.statuses = [503, 502]
+    assert closing(OpenEnvEnvironment(server.url)).reset({}, 7)["text"] == "guess"
+    for status in (401, 403, 404):
+        server.statuses = [status]
+        with pytest.raises(RunError, match=f"{server.url} refuses a session: .* {status}"):
+            OpenEnvEnvironment(server.url)
+
+
 def test_an_action_that_does_not_fit_is_the_agents_mistake_and_a_fault_is_the_servers(server, closing):
     env = closing(OpenEnvEnvironment(server.url))
     env.reset({}, 7)

@@ -15,7 +15,7 @@ from mmrl.agents.environments import programs
 from mmrl.agents.environments.agent_tasks import AgentTask
 from mmrl.agents.environments.chat_endpoint import ChatEndpoint, RequestError, read_request
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
-from mmrl.agents.environments.environment import Action, MalformedError
+from mmrl.agents.environments.environment import Action, MalformedError, as_observation
 from mmrl.agents.environments.environment_service import open_environment
 from mmrl.agents.environments.programs import REPLY, ProgramEnvironment, count_calls, is_program
 from mmrl.errors import UserError
@@ -155,6 +155,8 @@ def test_images_come_as_data_urls():
         ({"messages": [{"role": "robot", "content": "x"}]}, "one of the roles system, developer"),
         ({"messages": [user("x"), {"role": "assistant", "content": "y"}]}, "the last message is from the assistant"),
         ({"messages": [user([{"type": "input_audio"}])]}, "the type 'input_audio'"),
+        ({"messages": [{"role": ["user"], "content": "x"}]}, "one of the roles system, developer"),
+        ({"messages": [user("x")], "stream_options": ["x"]}, r"stream_options is \['x'\]; expected an object"),
         ({"messages": [user("x")], "tools": [{"name": "f"}]}, "a tool is no function with a name"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}, user("x")]}, "has no function with a name"),
     ],
@@ -162,6 +164,37 @@ def test_images_come_as_data_urls():
 def test_a_request_that_cannot_be_read_says_why(body, message):
     with pytest.raises(RequestError, match=message):
         read_request(body)
+
+
+def test_a_body_that_json_or_the_api_does_not_allow_gets_status_400(endpoint):
+    for body in (
+        b'{"messages": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"messages": [{"role": "user", "content": "x"}], "seed": ' + b"1" * 5000 + b"}",
+        {"messages": [{"role": "assistant", "tool_calls": 5}, user("x")]},
+    ):
+        status, text = send(address(endpoint), body)
+        assert (status, "the request is not JSON of the API" in text.decode()) == (400, True)
+
+
+def test_many_requests_at_the_same_time_keep_their_connections(endpoint):
+    body, count = {"messages": [user("Hi.")]}, 100
+    waiting = [in_background(address(endpoint), body) for _ in range(count)]
+    for _ in range(count):
+        endpoint.session.events.get(timeout=30).answer(said("Hello.").arguments)
+    assert [status for status, _ in (reply() for reply in waiting)] == [200] * count
+    assert endpoint._server.request_queue_size >= count
+
+
+def test_long_texts_and_halves_of_characters_in_a_request_are_read():
+    call = {"function": {"name": "add", "arguments": r'{"a": "\ud83d"}'}}
+    found = read_request(
+        {"messages": [{"role": "assistant", "tool_calls": [call]}, user("word " * 60_000), user("a \udcff")]}
+    )
+    assert len(found.text) == 200_000
+    assert as_observation(found).request == found.request
+    own, long, cut = json.loads(found.request)["messages"]
+    assert own["tool_calls"][0]["function"]["arguments"] == {"a": "\ufffd"}
+    assert (len(long["content"][0]["text"]), cut["content"][0]["text"]) == (300_000, "a \ufffd")
 
 
 def test_faults_of_a_program_are_no_rewards(closing):

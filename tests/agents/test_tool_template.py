@@ -88,6 +88,12 @@ def test_a_template_of_another_format_is_refused_with_its_rendering():
         read_template(ToolChat("x", lost, ["<|end|>"], ["<|end|>"]).turns(), [ADD])
 
 
+@pytest.mark.parametrize("name", ["glm4moe", "gptoss", "gemma4", "kimi", "mistral", "deepseek", "pythonic"])
+def test_a_tool_whose_calls_can_never_be_read_is_refused(name):
+    with pytest.raises(UserError, match=r"the tool 'files/read' could never be called: .* rename the tool"):
+        read_template(CHATS[name].turns(), [ADD, tool("files/read", path="string")])
+
+
 def test_thoughts_are_dropped_only_from_calls_that_are_plain_text():
     check_plain_calls(CHATS["qwen3"].turns())
     for name, token in (("gptoss", r"<\|channel\|>"), ("gemma4", r"<\|tool_call>"), ("kimi", r"<\|tool_calls_sec")):

@@ -7,7 +7,14 @@ import pytest
 from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe
 from mmrl.agents.environments.agent_tasks import AgentTask, TaskSetConfig
 from mmrl.agents.environments.env_pool import EnvironmentConfig, EnvPool
-from mmrl.agents.environments.environment import Action, ActionConfig, CallResult, Observation, ParsedAnswer
+from mmrl.agents.environments.environment import (
+    Action,
+    ActionConfig,
+    CallResult,
+    Observation,
+    ParsedAnswer,
+    as_observation,
+)
 from mmrl.agents.environments.tools import ToolEnvironment
 from mmrl.agents.methods.clone import AgentCloneConfig
 from mmrl.agents.methods.digirl import DigirlConfig
@@ -58,6 +65,35 @@ def test_functions_are_called_and_their_exceptions_are_text():
         ToolEnvironment([f"{TOOLS}:undescribed"], OPTIONS["reward"])
     with pytest.raises(UserError, match="a text as its question; found prompt"):
         env.reset({"prompt": "x"}, 0)
+
+
+def test_results_of_every_kind_are_shown_or_named():
+    env = ToolEnvironment([f"{TOOLS}:give", f"{TOOLS}:later"], OPTIONS["reward"])
+    env.reset(TASK, 0)
+    assert env.step(Action("later", {"text": "on"}))[0] == "later on"
+    assert env.step(Action("give", {"kind": "date"}))[0] == '{"day": "2026-01-02"}'
+    assert env.step(Action("give", {"kind": "numbers"}))[0] == '"[1 2]"'
+    long = env.step(Action("give", {"kind": "long"}))[0]
+    assert len(long) == 20_000
+    assert "a ... (29007 characters) ... b" in long
+    assert long.endswith("the end")
+    for kind, error, told in (
+        ("generator", "TypeError", "the tool returned a generator"),
+        ("object", "TypeError", "the tool returned a object"),
+        ("keys", "TypeError", "keys must be str"),
+        ("circle", "ValueError", "Circular reference"),
+    ):
+        text, _, ended, info = env.step(Action("give", {"kind": kind}))
+        assert (told in text, ended, info["tool_error"]) == (True, False, error)
+
+
+def test_images_are_shown_or_named_to_a_model_that_cannot_see():
+    env = ToolEnvironment([f"{TOOLS}:give"], OPTIONS["reward"])
+    seen = as_observation(env.step(Action("give", {"kind": "pictures"}))[0])
+    assert (seen.text, [image.shape for image in seen.images]) == ('a picture\n{"n": 1}', [(2, 3, 3)] * 2)
+    env.show_images = False
+    note = "[an image, which cannot be shown]"
+    assert env.step(Action("give", {"kind": "pictures"}))[0] == f'a picture\n{{"n": 1}}\n{note}\n{note}'
 
 
 def test_the_pool_passes_the_schemas_on():

@@ -3,12 +3,15 @@
 import json
 import logging
 import shutil
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from mmrl.agents.agent_recipe import AgentRecipe
+from mmrl.agents.agent_recipe import AgentConfig, AgentRecipe
 from mmrl.agents.environments.agent_tasks import AgentTask
-from mmrl.agents.environments.environment import Observation
+from mmrl.agents.environments.environment import Action, ActionConfig, Observation, ParsedAnswer
+from mmrl.agents.monitor import count_episodes
 from mmrl.agents.rollout.episodes import Episode, Trajectory
 from mmrl.agents.rollout.runner import check_dropped, note_overflow
 from mmrl.agents.rollout.storage import replay_episode
@@ -18,10 +21,12 @@ from mmrl.training.recipe import Step
 from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.model.model_config import ModelConfig
+from tests.agents.runs import run_config
 from tests.agents.test_text import make_config
 from tests.vlm.builders import make_task
 
 END = "<|endoftext|>"
+THIN = f"{Path(__file__).with_name('fake_envs.py')}:Thin"
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +86,20 @@ def test_a_turn_that_cannot_be_written_ends_the_run(language_model, tmp_path):
             recipe.run_groups(recipe.policy, recipe.train_tasks[:1], Streams(0), Step())
     finally:
         recipe.close()
+
+
+def test_an_image_that_the_model_cannot_read_costs_its_episode_only(tiny_folders, tmp_path, monkeypatch, closing):
+    monkeypatch.setattr(ActionConfig, "parse", lambda *given, **named: ParsedAnswer((Action("go"),)))
+    config = run_config(AgentConfig, tmp_path, tiny_folders["qwen3_vl"], THIN, workers=1)
+    recipe = closing(AgentRecipe(config))
+    episodes = recipe.run_episodes(recipe.policy, recipe.train_tasks, range(4))
+    assert [episode.ending for episode in episodes] == ["failed", "terminated"] * 2
+    assert "unusable_image: " in episodes[0].reason
+    assert "aspect ratio" in episodes[0].reason
+    assert not episodes[0].overflows
+    seen = Counter()
+    count_episodes(seen, episodes)
+    assert seen["failed"] == 2
 
 
 def ended(turns, ending):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ast
 import json
-import math
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -76,6 +75,17 @@ def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ..
     return {one["name"]: tuple((one.get("parameters") or {}).get("properties") or ()) for one in functions}
 
 
+def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
+    """What the `$ref` of a JSON schema, such as `#/$defs/Unit`, names in its root schema; None if it names nothing."""
+    first, *keys = str(schema.get("$ref")).split("/")
+    found: Any = root if first == "#" else None
+    for key in keys:
+        # JSON pointers write ~ and / like this
+        key = key.replace("~1", "/").replace("~0", "~")
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found
+
+
 def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     """Name, arguments without a name, and named arguments of a call."""
     call = CALL.match(text)
@@ -96,18 +106,26 @@ def parse_call(text: str) -> tuple[str, list[Any], dict[str, Any]]:
     return call[1], values, arguments
 
 
-def check_value(value: Any, depth: int = 0) -> None:
-    """Reject numbers that are not finite or beyond `MAX_NUMBER`, and nesting deeper than `MAX_DEPTH`."""
-    if depth > MAX_DEPTH:
-        raise UnreadableError("too_deep", f"lists and dicts nest deeper than {MAX_DEPTH}")
-    # bool is an int in Python and passes, as it should
-    if isinstance(value, (int, float)) and not (math.isfinite(value) and abs(value) <= MAX_NUMBER):
-        raise UnreadableError("bad_number", "a number is not finite, or larger than 1e15")
+def whole_text(text: str) -> str:
+    """The text with U+FFFD for each half of a surrogate pair, as of a text that was cut inside an emoji."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def check_value(value: Any, deepest: int = MAX_DEPTH, largest: float = MAX_NUMBER, depth: int = 0) -> None:
+    """Reject numbers that are not finite or beyond `largest`, nesting beyond `deepest`, and halves of characters."""
+    if depth > deepest:
+        raise UnreadableError("too_deep", f"lists and dicts nest deeper than {deepest}")
+    # bool is an int in Python and passes, as it should; no comparison with NaN is true
+    if isinstance(value, (int, float)) and not abs(value) <= largest:
+        raise UnreadableError("bad_number", f"a number is not finite, or larger than {largest:.2g}")
+    # JSON can write half of a surrogate pair, which no tokenizer and no server takes
+    if isinstance(value, str) and whole_text(value) != value:
+        raise UnreadableError("malformed", f"{value[:80]!a} has half of a character")
     if isinstance(value, dict):
-        value = list(value.values())
+        value = [*value, *value.values()]
     if isinstance(value, (list, tuple)):
         for entry in value:
-            check_value(entry, depth + 1)
+            check_value(entry, deepest, largest, depth + 1)
 
 
 def _parse(text: str, start: int) -> ast.expr:

@@ -23,7 +23,9 @@ from hashlib import blake2b
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Any
 
-from mmrl.agents.environments.environment import MAX_IMAGES, Observation
+from mmrl.agents.environments.action_formats import whole_text
+from mmrl.agents.environments.environment import MAX_IMAGES, MAX_TEXT_CHARS, Observation
+from mmrl.agents.environments.tools import shortened
 from mmrl.hub.foreign import MalformedError, as_image
 
 if TYPE_CHECKING:
@@ -44,7 +46,8 @@ class RequestError(ValueError):
 def read_request(body: Any) -> Observation:
     """The messages, tools and sampling settings of a request, as `Observation.request`; raises RequestError.
 
-    The text of the observation is that of the messages after the last one of the assistant.
+    The text of the observation is that of the messages after the last one of the assistant, shortened: the model reads
+    the request.
     """
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise RequestError("the request has no list of messages")
@@ -56,14 +59,20 @@ def read_request(body: Any) -> Observation:
         raise RequestError(f"the messages have {len(images)} images; at most {MAX_IMAGES} are allowed")
     last = max((place for place, turn in enumerate(messages, 1) if turn["role"] == "assistant"), default=0)
     texts = [part["text"] for turn in messages[last:] for part in turn["content"] if part["type"] == "text"]
+    if not isinstance(body.get("stream_options") or {}, dict):
+        raise RequestError(f"stream_options is {body['stream_options']!r:.80}; expected an object")
     settings = {name: value for name, value in body.items() if name not in ANYTHING and value is not None}
     request = {"messages": messages, "tools": _tools(body.get("tools") or []), "settings": settings}
-    return Observation("\n".join(texts), tuple(images), request=json.dumps(request))
+    return Observation(
+        shortened("\n".join(texts), MAX_TEXT_CHARS),
+        tuple(images),
+        request=whole_text(json.dumps(request, ensure_ascii=False)),
+    )
 
 
 def _message(message: Any, images: list[np.ndarray], names: dict[str, str]) -> dict[str, Any]:
     """A message as chat templates take it; adds its images, and the names of its calls by their ids."""
-    if not isinstance(message, dict) or message.get("role") not in ROLES:
+    if not isinstance(message, dict) or str(message.get("role")) not in ROLES:
         raise RequestError(f"a message must have one of the roles {', '.join(ROLES)}: {message!r:.200}")
     turn: dict[str, Any] = {"role": ROLES[message["role"]]}
     turn["content"] = list(_parts(message.get("content"), images))
@@ -169,8 +178,11 @@ class Session:
                 return self._sent[body]
             try:
                 exchange = Exchange(read_request(json.loads(body)))
-            except (UnicodeDecodeError, json.JSONDecodeError) as error:
-                raise RequestError(f"the request is not JSON: {error}") from None
+            except RequestError:
+                raise
+            # also JSON that nests too deep, a number with too many digits, and a value of another type than the API's
+            except (ValueError, RecursionError, TypeError) as error:
+                raise RequestError(f"the request is not JSON of the API: {error}") from None
             self._sent[body] = exchange
             self.events.put(exchange)
             if self._over:
@@ -196,8 +208,7 @@ class ChatEndpoint:
             owner = endpoint
 
         self.session = Session()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.base_url = f"http://127.0.0.1:{self._server.server_port}/v1"
         """Address for clients."""
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
@@ -213,6 +224,13 @@ class ChatEndpoint:
         self.session.end()
         self._server.shutdown()
         self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    """Has room for the requests that a program sends at the same time; those beyond it lose their connection."""
+
+    daemon_threads = True
+    request_queue_size = 1024
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -23,6 +23,7 @@ from mmrl.agents.environments.action_formats import (
     read_object,
     read_tags,
     read_text,
+    whole_text,
     write_calls,
     write_object,
     write_tags,
@@ -523,7 +524,7 @@ def _observation(text: Any, images: list[Any]) -> Observation:
         raise MalformedError(f"the observation's text has {len(text)} characters; at most {MAX_TEXT_CHARS} are allowed")
     if len(images) > MAX_IMAGES:
         raise MalformedError(f"the observation has {len(images)} images; at most {MAX_IMAGES} are allowed")
-    return Observation(text, tuple(as_image(image) for image in images))
+    return Observation(whole_text(text), tuple(as_image(image) for image in images))
 
 
 def _listed(images: Any) -> list[Any]:

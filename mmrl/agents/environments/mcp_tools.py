@@ -116,7 +116,7 @@ class McpEnvironment:
             return tool_error(KINDS.get(getattr(error, "code", 0), "server_error"), str(error) or type(error).__name__)
         text, images = self._shown(result)
         if result.is_error:
-            return tool_error("tool_error", text)
+            return tool_error("tool_error", text or f"{action.name} failed without a message")
         return {"text": shortened(text), "images": images}, 0.0, False, {}
 
     def close(self) -> None:

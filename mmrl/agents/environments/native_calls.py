@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ast
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from mmrl.agents.environments.action_formats import UnreadableError, check_value, decode_json
+from mmrl.agents.environments.action_formats import UnreadableError, check_value, decode_json, referenced
 
 OK, CUT_CALL, TOO_MANY = "ok", "cut", "too_many"
 STATUSES: dict[str, str] = {
@@ -65,7 +66,8 @@ class CallFormat:
     """How a family of models writes calls."""
 
     opens: str
-    """Pattern of a call's beginning; it may have the groups `name` and `id`."""
+    """Pattern of a call's beginning, in which KNOWN stands for the names of the tools; it may have the groups `name`,
+    `id`, and `other` for an object that is text."""
     closes: str | None
     """Pattern of its end; None if it ends with the JSON or the list that follows `opens`."""
     body: str
@@ -103,10 +105,11 @@ def read_native(
     spec, known = CALL_FORMATS[format], {tool["function"]["name"]: tool["function"] for tool in tools}
     # an opener of another model's format without a call that can be read is no text for a user
     names = "|".join(map(re.escape, known)) or "(?!)"
-    foreign = re.compile(rf"{MARKS}|\A\s*\[\s*(?:{names})\(")
+    foreign = re.compile(rf"{MARKS}|{ARGUMENTS_FIRST}|\A\s*\[\s*(?:KNOWN)\(".replace("KNOWN", names))
+    spec = replace(spec, opens=spec.opens.replace("KNOWN", names))
     thought, calls, text = "", list[ToolCall](), list[str]()
     unfinished = False
-    for kind, piece, found in _pieces(answer, spec, _opened_thought(prompt_end, answer), finish):
+    for kind, piece, found in _pieces(answer, spec, _opened_thought(prompt_end, answer, spec), finish):
         for end in ends:
             piece = piece.replace(end, "")
         if kind == "thought":
@@ -125,14 +128,24 @@ def read_native(
     return NativeAnswer(checked, "".join(text).strip(), thought, unfinished)
 
 
-def _opened_thought(prompt_end: str, answer: str) -> str:
+def _opened_thought(prompt_end: str, answer: str, spec: CallFormat) -> str:
     """The mark that closes the thought in which a response begins; empty if it begins outside a thought."""
     for opened, closed in THOUGHTS.items():
         if re.search(rf"(?:{opened})\s*\Z", prompt_end):
             return closed
     # a thought that is only closed: some prompts have opened it in another way
     closing = re.search(r"</?think>", answer)
-    return "</think>" if closing is not None and closing[0] == "</think>" else ""
+    if closing is None or closing[0] == "<think>":
+        return ""
+    opens, closes = _Finder(spec.opens, answer), None if spec.closes is None else _Finder(spec.closes, answer)
+    head, position = opens.first(0), 0
+    while head is not None and head.start() < closing.start():
+        found, position = _read_call(answer, head, opens, closes, spec, "eos")
+        # inside an argument, the mark is text
+        if position > closing.start() and all(call.status == OK for call in found):
+            return ""
+        head = opens.first(position)
+    return "</think>"
 
 
 def _pieces(answer: str, spec: CallFormat, closing: str, finish: str) -> Iterator[tuple[str, str, Any]]:
@@ -155,6 +168,11 @@ def _pieces(answer: str, spec: CallFormat, closing: str, finish: str) -> Iterato
         yield "text", answer[position : None if call is None else call.start()], None
         if call is None:
             return
+        if _group(call, "other"):
+            stop = _end_of_value(answer, call.start(), python=False) or call.start() + 1
+            yield "text", answer[call.start() : stop], None
+            position = stop
+            continue
         found, position = _read_call(answer, call, opens, closes, spec, finish)
         yield "calls", "", found
 
@@ -217,7 +235,7 @@ def _read_body(body: str, head: re.Match[str], spec: CallFormat) -> ToolCall:
         if not isinstance(name, str) or not name:
             return ToolCall("missing_name", detail="the call has no name")
         arguments = _arguments_of(found)
-        check_value(arguments)
+        _check({name: arguments})
     except UnreadableError as error:
         return ToolCall("invalid_json", given, detail=error.detail)
     except (ValueError, RecursionError) as error:
@@ -234,7 +252,12 @@ def _read_body(body: str, head: re.Match[str], spec: CallFormat) -> ToolCall:
 def _arguments_of(found: Mapping[str, Any]) -> Any:
     arguments: Any = next((found[key] for key in ("arguments", "parameters") if found.get(key) is not None), {})
     # some models write the arguments as JSON inside a string
-    return _json(arguments) if isinstance(arguments, str) else arguments
+    return _json(arguments.strip() or "{}") if isinstance(arguments, str) else arguments
+
+
+def _check(value: Any) -> None:
+    """`check_value` for tools, whose arguments may be nanoseconds, ids of 64 bits and nested queries."""
+    check_value(value, MOST_BRACKETS, sys.float_info.max)
 
 
 def _group(head: re.Match[str], name: str) -> str:
@@ -255,7 +278,7 @@ def _end_of_value(text: str, start: int, python: bool) -> int | None:
         depth += (sign[0] in ("[", "{", "(")) - (sign[0] in ("]", "}", ")"))
         if not depth:
             return sign.end()
-        # deeper values are refused anyway, and each of many openers would be followed to the end of the text
+        # deeper values are refused, and each of many openers would be followed to the end of the text
         if depth > MOST_BRACKETS:
             return None
     return None
@@ -282,9 +305,11 @@ def _json(text: str) -> Any:
 
 
 def _object(body: str, spec: CallFormat) -> dict[str, Any]:
-    """`{"name": "f", "arguments": {...}}`, also inside an entry `function`."""
+    """`{"name": "f", "arguments": {...}}`, also inside an entry `function`, or with the name in it."""
     found = _json(body)
-    found = found.get("function", found) if isinstance(found, dict) and "name" not in found else found
+    if isinstance(found, dict) and "name" not in found and "function" in found:
+        own = found["function"]
+        found = {**found, "name": own} if isinstance(own, str) else own
     if not isinstance(found, dict):
         raise UnreadableError("wrong_shape", f"a call is a {type(found).__name__}, expected an object")
     # None, since the opener of these formats has no name to fall back on
@@ -292,7 +317,8 @@ def _object(body: str, spec: CallFormat) -> dict[str, Any]:
 
 
 def _only_arguments(body: str, spec: CallFormat) -> dict[str, Any]:
-    return {"arguments": _json(body)}
+    # some models write nothing if a tool takes no arguments
+    return {"arguments": _json(body.strip() or "{}")}
 
 
 def _gemma(body: str, spec: CallFormat) -> dict[str, Any]:
@@ -339,7 +365,7 @@ def _checked(call: ToolCall, known: Mapping[str, Mapping[str, Any]]) -> ToolCall
     problem = f"{call.name} lacks the argument {', '.join(lacking)}" if lacking else ""
     arguments = dict(call.arguments)
     for key, value in arguments.items():
-        types = _types((schema.get("properties") or {}).get(key))
+        types = [*dict.fromkeys(_types((schema.get("properties") or {}).get(key), schema))]
         fitting = [form for form in _forms(value) if not types or any(_is(form, kind) for kind in types)]
         if not fitting:
             problem = problem or f"the argument {key} of {call.name} is {value!r:.60}; expected {' or '.join(types)}"
@@ -347,15 +373,24 @@ def _checked(call: ToolCall, known: Mapping[str, Mapping[str, Any]]) -> ToolCall
     return replace(call, arguments=arguments, status="bad_arguments" if problem else OK, detail=problem)
 
 
-def _types(schema: Any) -> list[str]:
-    """Names of the types that a JSON schema allows; empty if it allows all."""
-    if not isinstance(schema, Mapping):
+def _types(schema: Any, root: Mapping[str, Any], followed: tuple[Any, ...] = ()) -> list[str]:
+    """Names of the types that a JSON schema inside a root schema allows; empty if it allows all."""
+    # a schema may refer to itself
+    if not isinstance(schema, Mapping) or schema.get("$ref") in followed:
         return []
+    followed = (*followed, schema["$ref"]) if "$ref" in schema else followed
     declared = schema.get("type") or []
+    values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
     found = [declared] if isinstance(declared, str) else list(declared)
-    found += [kind for union in ("anyOf", "oneOf") for part in schema.get(union) or () for kind in _types(part)]
+    found = found or [kind for kind in TYPES if any(_is(value, kind) for value in values)]
+    for part in (referenced(schema, root), *(schema.get("allOf") or ())):
+        found = found or _types(part, root, followed)
+    for union in ("anyOf", "oneOf"):
+        parts = [_types(part, root, followed) for part in schema.get(union) or ()]
+        # a part that allows all types allows them for the whole
+        found = found or ([kind for part in parts for kind in part] if all(parts) else [])
     # as `get_json_schema` marks an optional argument
-    return [*found, "null"] if schema.get("nullable") else found
+    return [*found, "null"] if found and schema.get("nullable") else found
 
 
 def _is(value: Any, kind: str) -> bool:
@@ -374,10 +409,13 @@ def _forms(value: Any) -> Iterator[Any]:
         return
     if value.strip().lower() in ("true", "false"):
         yield value.strip().lower() == "true"
+    # some templates write null with Python's `str`
+    if value.strip() == "None":
+        yield None
     for read in (_json, _literal):
         try:
             found = read(value)
-            check_value(found)
+            _check(found)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
         yield found
@@ -426,6 +464,8 @@ BODIES: dict[str, Callable[[str, CallFormat], dict[str, Any]]] = {
 }
 LISTS = ("objects", "python")
 """Bodies that are a list of calls."""
+LLAMA = r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?(?:"function"\s*:\s*\{\s*)?"(?:name|function)"\s*:\s*'
+"""An object that is a call, up to its name."""
 CALL_FORMATS: dict[str, CallFormat] = {
     # Qwen2.5, Qwen3, Qwen3-VL
     "hermes": CallFormat(r"<tool_call>", r"\s*</tool_call>", "object"),
@@ -438,8 +478,9 @@ CALL_FORMATS: dict[str, CallFormat] = {
     ),
     # Llama 3.1 and 3.2
     "llama_json": CallFormat(
-        r'(?:<\|python_tag\|>\s*)?(?=\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"\n]*"\s*'
-        r'(?:\}|,\s*"?(?:parameters|arguments)\b))',
+        # what has a name alone may be an answer, and so may all that is inside of another object
+        rf'(?:<\|python_tag\|>\s*)?(?={LLAMA}"(?:[^"\n]*"\s*,\s*"?(?:parameters|arguments)\b|(?:KNOWN)"\s*\}}))'
+        r'|(?=(?P<other>\{\s*"))',
         None,
         "object",
         separator=r"\s*;?\s*",
@@ -523,7 +564,9 @@ MARKS = "|".join(
         "<(?:atem:)?invoke name=",
         r"<\|tool_call_begin\|>",
         r"functools\[",
-        r'\A\s*\{\s*"name"\s*:\s*"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:',
+        rf'\A\s*{LLAMA}"[^"]*"\s*,\s*"(?:parameters|arguments)"\s*:',
     )
 )
 """Beginnings of calls in any format, more general than `opens`, so that a malformed opener is found too."""
+ARGUMENTS_FIRST = r'\A\s*\{\s*"(?:parameters|arguments)"\s*:(?s:.*)"(?:name|function)"\s*:\s*"(?:KNOWN)"'
+"""A call of a known tool with its entries in another order than any template writes them in."""

@@ -29,8 +29,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmrl.agents.environments.action_formats import SAY
-from mmrl.agents.environments.environment import ACTION_ERROR, FORMATS, TOOL_ERROR, Action
+from mmrl.agents.environments.action_formats import SAY, referenced
+from mmrl.agents.environments.environment import ACTION_ERROR, FORMATS, MAX_TEXT_CHARS, TOOL_ERROR, Action
+from mmrl.agents.environments.tools import shortened, unknown_tool
 from mmrl.errors import RunError, UserError, require_packages
 from mmrl.hub.foreign import MalformedError
 from mmrl.hub.images import ImageError, decode_image
@@ -40,6 +41,16 @@ if TYPE_CHECKING:
 
 SLOT_SECONDS = 20.0
 """Seconds to wait for a free session: a server notices the end of a process a little later."""
+MOST_NESTED = 4
+"""Levels of an action's entry that are described."""
+LIMITS = {
+    "minimum": "at least",
+    "exclusiveMinimum": "above",
+    "maximum": "at most",
+    "exclusiveMaximum": "below",
+    "default": "default",
+}
+"""Entries of a JSON schema that the description of an action names, and their words."""
 OWN_ENTRIES = ("metadata",)
 """Entries of every action and observation that are not for the agent."""
 
@@ -137,6 +148,8 @@ class OpenEnvEnvironment:
         payload = dict(action.arguments)
         if action.name == SAY and self._text_key is not None:
             payload = {self._text_key: payload.get("text", "")}
+        elif action.name not in ("act", SAY):
+            return unknown_tool(action.name, self.actions)
         try:
             data = self._ask("step", payload)
         except ServerError as error:
@@ -157,7 +170,7 @@ class OpenEnvEnvironment:
 
     def _connect(self) -> None:
         """Open a session, waiting for the server to start or for a session to become free."""
-        from websockets.exceptions import ConnectionClosed
+        from websockets.exceptions import ConnectionClosed, InvalidHandshake
         from websockets.sync.client import connect
 
         address = f"ws{self._url.removeprefix('http')}/ws"
@@ -170,9 +183,12 @@ class OpenEnvEnvironment:
                 # A server accepts the connection first and reports afterwards that it is full.
                 self._ask("state", {})
                 return
-            except (ServerError, ConnectionClosed, OSError) as error:
+            except (ServerError, ConnectionClosed, InvalidHandshake, OSError) as error:
                 if isinstance(error, ServerError) and error.code != "CAPACITY_REACHED":
                     raise
+                # a proxy refuses while its server starts, too, but with other statuses
+                if getattr(getattr(error, "response", None), "status_code", 0) in (401, 403, 404):
+                    raise RunError(f"{self._url} refuses a session: {error}") from None
                 if time.monotonic() > deadline:
                     raise RunError(
                         f"{self._url} is not running or has no free session ({error}); the server's "
@@ -229,21 +245,45 @@ class OpenEnvEnvironment:
         texts = {key: entries[key] for key in self._text_keys or keys if entries[key] not in (None, "", [], {})}
         images = [_image(entries[key]) for key in self._image_keys if entries[key] is not None and self.show_images]
         if len(texts) == 1 and isinstance(alone := next(iter(texts.values())), str):
-            return {"text": alone, "images": images}
+            return {"text": shortened(alone, MAX_TEXT_CHARS), "images": images}
         lines = [f"{key}: {_written(value)}" for key, value in texts.items()]
-        return {"text": "\n".join(lines), "images": images}
+        return {"text": shortened("\n".join(lines), MAX_TEXT_CHARS), "images": images}
 
 
 def _described(name: str, about: Mapping[str, Any], schema: Mapping[str, Any]) -> str:
     """An entry of an action for the system message."""
-    kind = about.get("type") or json.dumps(about.get("enum") or about.get("anyOf") or about.get("$ref", "any"))
     optional = "" if name in schema.get("required", []) else ", optional"
+    limits = "".join(f", {word} {_json(about[key])}" for key, word in LIMITS.items() if about.get(key) is not None)
     more = f", {about['description']}" if about.get("description") else ""
-    return f"{name} ({kind}{optional}{more})"
+    return f"{name} ({_kind(about, schema)}{optional}{limits}{more})"
+
+
+def _kind(about: Any, root: Mapping[str, Any], depth: int = 0) -> str:
+    """The values that a JSON schema inside a root schema allows."""
+    # a schema may refer to itself
+    if not isinstance(about, Mapping) or depth > MOST_NESTED:
+        return "any"
+    if isinstance(whole := referenced(about, root), Mapping):
+        return _kind(whole, root, depth + 1)
+    if "enum" in about or "const" in about:
+        return " or ".join(map(_json, about.get("enum") or [about.get("const")]))
+    if parts := about.get("anyOf") or about.get("oneOf") or about.get("allOf"):
+        return " or ".join(_kind(part, root, depth + 1) for part in parts)
+    kind = about.get("type", "any")
+    if kind == "array" and "items" in about:
+        return f"array of {_kind(about['items'], root, depth + 1)}"
+    if kind == "object" and about.get("properties"):
+        entries = (f"{key}: {_kind(part, root, depth + 1)}" for key, part in about["properties"].items())
+        return f"object with {', '.join(entries)}"
+    return kind if isinstance(kind, str) else " or ".join(kind)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return value if isinstance(value, str) else _json(value)
 
 
 def _image(value: Any) -> Any:

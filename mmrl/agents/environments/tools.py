@@ -10,6 +10,7 @@ A task is {"question": ...} with any other entries, which the reward gets. An an
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,6 +55,8 @@ class ToolEnvironment:
             tool["function"]["name"]: tool["function"]["description"] for tool in self.tools
         }
         self._task: Mapping[str, Any] = {}
+        self.show_images = True
+        """Whether images in results are shown; otherwise a note takes their place."""
 
     def reset(self, task: Mapping[str, Any], seed: int) -> str:
         """Ask the question."""
@@ -75,15 +78,35 @@ class ToolEnvironment:
             return tool_error("bad_arguments", f"TypeError: {error}")
         try:
             found = function(**action.arguments)
+            if inspect.iscoroutine(found):
+                found = asyncio.run(found)
+            parts = [found] if not isinstance(found, (list, tuple)) or not any(map(_is_image, found)) else found
+            images = [part for part in parts if _is_image(part)]
+            texts = [_written(part) for part in parts if not _is_image(part)]
         except Exception as error:
             return tool_error(type(error).__name__, f"{type(error).__name__}: {error}")
-        if hasattr(found, "convert") or type(found).__name__ == "ndarray":
-            return {"image": found}, 0.0, False, {}
-        text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
-        return shortened(text), 0.0, False, {}
+        if not self.show_images:
+            texts, images = [*texts, *["[an image, which cannot be shown]"] * len(images)], []
+        text = shortened("\n".join(texts))
+        return {"text": text, "images": images} if images else text, 0.0, False, {}
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""
+
+
+def _is_image(value: Any) -> bool:
+    return hasattr(value, "convert") or (type(value).__name__ == "ndarray" and value.ndim > 1)
+
+
+def _written(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_as_text)
+
+
+def _as_text(value: Any) -> str:
+    """The text of a date, a set or a NumPy number; refuses what Python shows by its address, such as a generator."""
+    if " at 0x" in (text := str(value)):
+        raise TypeError(f"the tool returned a {type(value).__name__}, which is no text, JSON or image")
+    return text
 
 
 def tool_error(kind: str, message: str) -> tuple[str, float, bool, dict[str, str]]:
@@ -97,7 +120,10 @@ def unknown_tool(name: str, known: Iterable[str]) -> tuple[str, float, bool, dic
     return tool_error("unknown_tool", f"There is no tool {name[:60]!r}; the tools are: {', '.join(known)}.")
 
 
-def shortened(text: str) -> str:
-    """A result of at most `MAX_RESULT_CHARS` characters, with its length if it is longer."""
-    cut = f" ... ({len(text)} characters)" if len(text) > MAX_RESULT_CHARS else ""
-    return text[:MAX_RESULT_CHARS] + cut
+def shortened(text: str, limit: int = MAX_RESULT_CHARS) -> str:
+    """A result of at most `limit` characters; a longer one loses its middle, and a mark says how long it was."""
+    if len(text) <= limit:
+        return text
+    mark = f" ... ({len(text)} characters) ... "
+    kept = limit - len(mark)
+    return text[: kept - kept // 2] + mark + text[len(text) - kept // 2 :]

@@ -256,7 +256,10 @@ ENDINGS: dict[str, str] = {
         "actions.max_invalid turns in a row had an error."
     ),
     "cut": "A response was truncated at the length limit, and actions.on_parse_error is terminate.",
-    "failed": "The environment raised, hung, crashed or returned malformed data, so the episode has no result.",
+    "failed": (
+        "The environment raised, hung, crashed, or returned malformed data or an image that the model cannot read, so "
+        "the episode has no result."
+    ),
     "overflow": (
         "A turn does not fit in the model's context, so the episode has no result: the first one, or a later one with "
         "episode.overflow.result failed."

@@ -50,6 +50,7 @@ from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, Samples
 from mmrl.vlm.inference.inference_sampler import EngineSampler
+from mmrl.workers.engine import one_line
 
 
 @dataclass(frozen=True)
@@ -572,9 +573,14 @@ def _too_long(episode: Episode) -> TaskError:
 def note_overflow(episode: Episode, error: TaskError, result: str = "failed") -> None:
     """End an episode before a turn that does not fit, with a value of `episode.overflow.result`.
 
+    One with an image that the model cannot read has no result.
+
     Raises:
         UserError: the turn cannot be written for another reason.
     """
+    if error.kind in ("unusable_image", "unreadable_image"):
+        episode.ending, episode.reason = "failed", f"{error.kind}: {one_line(str(error))}"
+        return
     if error.kind != "prompt_too_long":
         raise UserError(
             f"{error.place}: a turn of the episode cannot be encoded for the model: {error.message}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,6 +60,23 @@ def call_format(turns: TurnTemplate) -> tuple[str, str]:
         if len(fitting) == 1:
             return fitting[0], body
     return "", first
+
+
+def _is_readable(turns: TurnTemplate, tools: Sequence[Any], format: str, name: str) -> bool:
+    """Whether a call is read with its name, in one of the forms in which the template can write it."""
+    for calls in _forms(name, {}):
+        with suppress(TemplateError):
+            start, body = turns.write_calls(calls, tools)
+            found = read_native(body, format, tools, prompt_end=start, ends=turns.ends).calls
+            if [call.name for call in found] == [name]:
+                return True
+    return False
+
+
+def _forms(name: str, arguments: dict[str, Any]) -> list[Sequence[Message]]:
+    """A call in every form that templates take; Kimi's writes the id of a call and not its name."""
+    ids = (call_id(0), f"functions.{name}:0")
+    return [calls for id in ids for calls in call_forms([as_call(name, arguments, id)])]
 
 
 def _reads_back(row: str, start: str, body: str, stops: Sequence[str], count: int) -> bool:
@@ -136,6 +154,12 @@ def _read(turns: TurnTemplate, tools: Sequence[Any], format: str | None) -> Tool
             f"actions.format reads calls in the format {format}, but {turns.blame} writes them in the format {found}; "
             f"set actions.format: native. It writes: {written[:SHOWN]!r}"
         )
+    for tool in tools if found else ():
+        if not _is_readable(turns, tools, found, called := str(tool["function"]["name"])):
+            raise UserError(
+                f"the tool {called!r} could never be called: its calls cannot be read in the format {found}, in which "
+                f"{turns.blame} writes them; rename the tool or leave it out"
+            )
     result = {"role": "tool", "content": [{"type": "text", "text": RESULT}]}
     # two results first: they also show whether each of several is kept
     _, follow = (turns.follow([result] * count, end=None, tools=tools, calls=[name] * count) for count in (2, 1))
@@ -173,21 +197,19 @@ def write_call(turns: TurnTemplate, tools: Sequence[Any], format: str, action: A
         return str(action.arguments["text"])
     arguments, problem = dict(action.arguments), "it would be read differently"
     what = f"the call {action.name}({arguments}) of an expert"
-    # Kimi's template writes the id of a call and not its name
-    for id in (call_id(0), f"functions.{action.name}:0"):
-        for calls in call_forms([as_call(action.name, arguments, id)]):
-            try:
-                start, body = turns.write_calls(calls, tools)
-            except TemplateError as error:
-                problem = str(error)
-                continue
-            found = read_native(body, format, tools, prompt_end=start, ends=turns.ends).calls
-            if [(call.status, call.name, call.arguments) for call in found] != [(OK, action.name, arguments)]:
-                continue
-            end = min((place for end in turns.ends if (place := body.find(end)) >= 0), default=len(body))
-            if body[end:].startswith(turns.ends[0]):
-                return body[:end]
-            raise UserError(f"{turns.blame} cannot write {what}: it ends a call with another token than an answer")
+    for calls in _forms(action.name, arguments):
+        try:
+            start, body = turns.write_calls(calls, tools)
+        except TemplateError as error:
+            problem = str(error)
+            continue
+        found = read_native(body, format, tools, prompt_end=start, ends=turns.ends).calls
+        if [(call.status, call.name, call.arguments) for call in found] != [(OK, action.name, arguments)]:
+            continue
+        end = min((place for end in turns.ends if (place := body.find(end)) >= 0), default=len(body))
+        if body[end:].startswith(turns.ends[0]):
+            return body[:end]
+        raise UserError(f"{turns.blame} cannot write {what}: it ends a call with another token than an answer")
     raise UserError(f"{turns.blame} cannot write {what}: {problem}")
 
 
