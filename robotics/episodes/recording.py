@@ -83,7 +83,7 @@ class Demonstration:
 
     def columns_of(self, features: Mapping[str, Any]) -> dict[str, NDArray[np.float32]]:
         """(T, ...) of those of its parts that `demonstration_features` adds to a dataset."""
-        parts = {EXECUTED: self.executed, FULL_STATE: self.full, REWARD: self.rewards}
+        parts: dict[str, Sequence[Any]] = {EXECUTED: self.executed, FULL_STATE: self.full, REWARD: self.rewards}
         return {
             name: np.array(values, np.float32).reshape(len(values), -1)
             for name, values in parts.items()
