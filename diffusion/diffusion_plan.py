@@ -19,7 +19,7 @@ from diffusion.families.base import MASK, REFERENCE
 from diffusion.families.table import find_family
 from diffusion.models.conditioning import TextEncoders
 from diffusion.models.diffusion_policy import DTYPES, PipelineConfig, add_adapter, make_family
-from diffusion.models.pipelines import outlined_pipeline, quiet_diffusers
+from diffusion.models.pipelines import outlined_pipeline, quiet_diffusers, upcast
 from diffusion.models.saved import BASE_FILE, read_base
 from diffusion.sampling.latent_sampler import LatentSamplerConfig, trained_window
 from mmrl.errors import NoPlan, UserError
@@ -155,6 +155,7 @@ class _Model:
             if model.gradient_checkpointing:
                 network.enable_gradient_checkpointing()
         self.autoencoder = pipeline.vae.to(dtype).requires_grad_(False)
+        upcast(self.autoencoder)
         self.encoders = encoders * dtype.itemsize
         self.edits = family.takes_image and has_images(config, family.edits)
         self.halves = 2 if step.sampler.guidance != 1.0 and not step.given else 1
@@ -208,7 +209,7 @@ class _Model:
         family, rows = self.family, 1 if self.family.video else self.step.drawn
         frames = (1 + (self.shape[1] - 1) * family.frame_factor,) if family.video else ()
         pixels = (family.factor * side for side in self.shape[-2:])
-        return family.encode_pixels(torch.zeros(rows, 3, *frames, *pixels, dtype=self.dtype))
+        return family.encode_pixels(torch.zeros(rows, 3, *frames, *pixels, dtype=self.autoencoder.dtype))
 
     def velocity(self, rows: int) -> Tensor:
         """Evaluate the network for some rows and return a scalar.

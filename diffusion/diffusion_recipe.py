@@ -20,7 +20,7 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 
 from diffusion.data.prompts import DiffusionTask, PromptConfig, load_prompts
-from diffusion.diffusion_config import DiffusionConfig, GivenEvaluationConfig, TrajectoryParts
+from diffusion.diffusion_config import DiffusionConfig, GivenEvaluationConfig, GivenImagesConfig, TrajectoryParts
 from diffusion.diffusion_evaluation import ImageMeasure, shown_output, training_cost
 from diffusion.families.base import REFERENCE
 from diffusion.models.adapters import save_formatted
@@ -289,7 +289,7 @@ class DiffusionDomain:
                 )
 
     def _leave_out_long_prompts(self) -> None:
-        """Reread files with prompts of which a tokenizer would drop a part."""
+        """Exclude prompts and captions of which a tokenizer would drop a part; files of prompts are read again."""
         config = self.config
         limit = config.evaluation.max_tasks or None
         # files are only read again if something would be cut: measuring prompts takes a tokenizer call each
@@ -299,6 +299,17 @@ class DiffusionDomain:
             loaded = self._load(config.data, "data", measured=True)
             self.train_tasks = loaded.tasks
             self.skipped.update(loaded.skipped)
+        if isinstance(config, GivenImagesConfig):
+            fitting = [task for task in self.train_tasks if not any(map(self.cut_of, self.prompts_of(task)))]
+            if not fitting:
+                raise UserError(
+                    "all captions are too long for the model's tokenizers; shorten them, or increase "
+                    "model.max_sequence_length"
+                )
+            if count := len(self.train_tasks) - len(fitting):
+                LOGGER.warning("skipped %d rows (too_long): their captions are too long for the tokenizers", count)
+                self.skipped["too_long"] += count
+            self.train_tasks = fitting
         for name, data in config.eval_data.items():
             if any(self.cut_of(task.prompt) for task in self.eval_tasks[name]):
                 tasks = self._load(data, f"eval_data.{name}", measured=True).tasks[:limit]

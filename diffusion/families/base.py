@@ -221,6 +221,8 @@ class Family(ABC):
     """Whether negative prompts are embedded differently from positive ones."""
     settings: ClassVar[tuple[str, ...]] = ()
     """Arguments of the pipeline's class that are not components, such as the time to switch between two networks."""
+    unused: ClassVar[Mapping[str, Any]] = {}
+    """Arguments of the pipeline's class that replace parts which nothing reads, so that these are not loaded."""
     video: ClassVar[bool] = False
     """Whether a sample is a video, latents (C, T, H, W)."""
     takes_image: ClassVar[bool] = False
@@ -489,7 +491,7 @@ class Family(ABC):
         """Lines of Python for settings that are not arguments of the pipeline's call."""
         return []
 
-    def call_lacks(self, scale: float, negative: str) -> str:
+    def call_lacks(self, scale: float, negative: str, steps: int) -> str:
         """Why the pipeline's call cannot reproduce the suite's sampling; empty if it can."""
         return f"the pipeline has no guidance scale below 1, but evaluations used {scale:g}" if scale < 1 else ""
 
@@ -509,15 +511,16 @@ class Family(ABC):
 
     def normalise(self, encoded: Tensor) -> Tensor:
         """Convert the autoencoder's latents to the network's."""
-        scale, shift = self._normalisation()
+        scale, shift = self._normalisation(encoded)
         return (encoded - shift) * scale
 
     def denormalise(self, latents: Tensor) -> Tensor:
         """The inverse of `normalise`."""
-        scale, shift = self._normalisation()
+        scale, shift = self._normalisation(latents)
         return latents / scale + shift
 
-    def _normalisation(self) -> tuple[float, float]:
+    def _normalisation(self, like: Tensor) -> tuple[Any, Any]:
+        """Scale and shift, numbers or tensors shaped for latents."""
         config = self.pipeline.vae.config
         # older autoencoders have no shift, newer ones may have None
         return float(config.scaling_factor), float(config.get("shift_factor") or 0.0)

@@ -89,12 +89,12 @@ class KleinFamily(Family):
         layers = tuple(self.options.text_layers)
         return super().further_call() | ({} if layers == (9, 18, 27) else {"text_encoder_out_layers": layers})
 
-    def call_lacks(self, scale: float, negative: str) -> str:
+    def call_lacks(self, scale: float, negative: str, steps: int) -> str:
         """The pipeline has no negative prompt, and a distilled one no guidance."""
         if self.few_steps and scale != 1:
             return f"the pipeline of a distilled model has no guidance, but evaluations used {scale:g}"
         lacks = "the pipeline takes no negative prompt, but evaluations used one" if negative and scale != 1 else ""
-        return super().call_lacks(scale, negative) or lacks
+        return super().call_lacks(scale, negative, steps) or lacks
 
     @property
     def factor(self) -> int:

@@ -111,7 +111,7 @@ class HunyuanVideo15Family(Family):
             f"pipeline.tokenizer_max_length = {self.max_sequence_length}",
         ]
 
-    def call_lacks(self, scale: float, negative: str) -> str:
+    def call_lacks(self, scale: float, negative: str, steps: int) -> str:
         """The guider takes any scale."""
         return ""
 

@@ -14,21 +14,25 @@ is used as the image.
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 import torch
 
-from diffusion.families.base import Family, KohyaNames, LatentSides, Text, TextPart
+from diffusion.families.base import Family, KohyaNames, LatentSides, Text, TextPart, channel_statistics
 from mmrl.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+LOGGER = logging.getLogger("mmrl")
 NEAR = 0.05
 """Times within this distance of a training step, in steps, count as that step; the difference is rounding."""
+SPACINGS = ("use_karras_sigmas", "use_exponential_sigmas", "use_beta_sigmas", "use_lu_lambdas")
+"""Options of schedulers that space the times differently."""
 
 
 class StableDiffusionFamily(Family):
@@ -53,6 +57,11 @@ class StableDiffusionFamily(Family):
     text_width = "cross_attention_dim"
     kohya: ClassVar[KohyaNames | None] = KohyaNames()
     settings: ClassVar[tuple[str, ...]] = ("requires_safety_checker",)
+    unused: ClassVar[Mapping[str, Any]] = {
+        "safety_checker": None,
+        "feature_extractor": None,
+        "requires_safety_checker": False,
+    }
 
     def __init__(self, pipeline: Any, options: Any = None) -> None:
         super().__init__(pipeline, options)
@@ -96,6 +105,14 @@ class StableDiffusionFamily(Family):
         from diffusers import DDIMScheduler
 
         config = self.pipeline.scheduler.config
+        if ignored := [name for name in SPACINGS if config.get(name)]:
+            LOGGER.warning(
+                "%s has %s, which evaluations and training do not use; their times are the scheduler's without it",
+                type(self.pipeline.scheduler).__name__,
+                ", ".join(ignored),
+            )
+        # defaults of the pipeline's scheduler count too, which diffusers would replace by those of DDIM
+        config = {name: value for name, value in config.items() if name != "_use_default_values"}
         # clipping predictions to -1..1 is for pixels, not for latents
         return DDIMScheduler.from_config(config, clip_sample=False, thresholding=False)
 
@@ -124,6 +141,17 @@ class StableDiffusionFamily(Family):
     def drawing_scheduler(self) -> Any:
         """DDIM on the times of the pipeline's scheduler, without clipping."""
         return copy.deepcopy(self._scheduler)
+
+    def call_lacks(self, scale: float, negative: str, steps: int) -> str:
+        """DDIM takes equal steps, evaluations those to the next time, which may be uneven or longer."""
+        scheduler = self._scheduler
+        scheduler.set_timesteps(steps)
+        length = scheduler.config.num_train_timesteps // steps
+        uneven = bool((scheduler.timesteps.diff() != -length).any())
+        spacing = scheduler.config.timestep_spacing
+        lacks = f"with {spacing} times, {steps} steps of DDIM in diffusers are {length} training steps long"
+        lacks += ", but evaluations step from each time to the next"
+        return super().call_lacks(scale, negative, steps) or (lacks if uneven else "")
 
     def further_call(self) -> dict[str, Any]:
         """CLIP reads a fixed number of tokens."""
@@ -157,6 +185,7 @@ class StableDiffusionXlFamily(StableDiffusionFamily):
     summary = "Stable Diffusion XL"
     citation = "SDXL, arXiv 2307.01952"
     settings = ("force_zeros_for_empty_prompt", "add_watermarker")
+    unused: ClassVar[Mapping[str, Any]] = {}
     text_parts = (
         TextPart("text_encoder", "tokenizer", is_clip=True),
         TextPart("text_encoder_2", "tokenizer_2", is_clip=True),
@@ -173,6 +202,15 @@ class StableDiffusionXlFamily(StableDiffusionFamily):
         if negative and not prompt and self.pipeline.config.force_zeros_for_empty_prompt:
             return {name: torch.zeros_like(value) for name, value in found.items()}
         return found
+
+    def _normalisation(self, like: Tensor) -> tuple[Any, Any]:
+        """Autoencoders of models derived from SDXL may also have a mean and standard deviation per channel."""
+        scale, shift = super()._normalisation(like)
+        config = self.pipeline.vae.config
+        if config.get("latents_mean") is None or config.get("latents_std") is None:
+            return scale, shift
+        mean, deviation = channel_statistics(config, like)
+        return scale / deviation, mean
 
     def text_shapes(self) -> dict[str, tuple[int, ...]]:
         """The network's input has the pooled text and six embedded sizes."""

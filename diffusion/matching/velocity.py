@@ -23,6 +23,7 @@ from diffusion.data.prompts import DiffusionTask
 from diffusion.matching.losses import NoisyRows, mix
 from diffusion.matching.times import TimestepConfig, draw_times, reachable_times
 from diffusion.models.diffusion_policy import DiffusionPolicy
+from diffusion.models.pipelines import encode_images
 from diffusion.sampling.latent_sampler import (
     LatentSamplerConfig,
     check_networks,
@@ -39,6 +40,7 @@ from mmrl.core.loss import Denominators, Metric, mean_metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.payload import to_device
 from mmrl.core.rollouts import Rollouts
+from mmrl.errors import UserError
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference
 
@@ -244,6 +246,25 @@ def matched_rollouts(
             states=states,
         ),
     )
+
+
+def encode_given(policy: DiffusionPolicy, pixels: np.ndarray, batch: int) -> Tensor:
+    """Latents of given images uint8 (B, h, w, 3), which must have the size of the run; raises UserError if not."""
+    family, shape = policy.family, policy.latent_shape
+    size = [family.frames(shape)] * family.video + [side * family.factor for side in shape[-2:]]
+    # `encode_images` rejects images for a video family, and videos for an image family
+    if pixels.ndim == 4 + family.video and [*pixels.shape[1:-1]] != size:
+        names = ["frames"] * family.video + ["height", "width"]
+        found, wanted = (
+            ", ".join(f"{name}={side}" for name, side in zip(names, sides, strict=True))
+            for sides in (pixels.shape[1:-1], size)
+        )
+        kind = "videos" if family.video else "images"
+        raise UserError(
+            f"the given {kind} have {found}, but the model draws {kind} with {wanted}; resize them, or change "
+            f"model.{' and model.'.join(names)}"
+        )
+    return encode_images(family, pixels, batch=batch)
 
 
 def given_rollouts(

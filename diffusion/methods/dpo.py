@@ -31,12 +31,10 @@ from diffusion.diffusion_config import GivenImagesConfig, check_matching
 from diffusion.diffusion_evaluation import shown_output
 from diffusion.diffusion_recipe import DiffusionDomain
 from diffusion.matching.times import TimestepConfig
-from diffusion.matching.velocity import FlowMatching, given_rollouts
+from diffusion.matching.velocity import FlowMatching, encode_given, given_rollouts
 from diffusion.methods.fifa import PairFilterConfig, embed_captions, select_pairs
-from diffusion.models.conditioning import TextEncoders
 from diffusion.models.diffusion_policy import DiffusionPolicy
 from diffusion.models.ema import KeepsEvalAverage
-from diffusion.models.pipelines import encode_images
 from diffusion.sampling.trajectories import DiffusionPayload
 from mmrl.core.blocks.preference import SCORE
 from mmrl.core.loss import Denominators
@@ -110,14 +108,7 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         self.open(config, config.evaluation)
         self.process = FlowMatching(self.policy, config.evaluation.sampler, config.timesteps)
         # filtered after the model is loaded: captions are measured by its tokenizers and embeddings
-        usable = [pair for pair in self.train_tasks if self._fits(pair)]
-        self.train_tasks = select_pairs(usable, config.filter, embed_captions(self.policy)).pairs
-
-    def check_prompts(self, encoders: TextEncoders) -> None:
-        """See `DiffusionDomain`; also rejects the data if the tokenizers would truncate the caption of every pair."""
-        super().check_prompts(encoders)
-        if not any(self.cut_of(pair.caption) is None for pair in self.train_tasks):
-            raise UserError(f"{self.config.pairs.path}: all captions are too long for the model's tokenizers")
+        self.train_tasks = select_pairs(self.train_tasks, config.filter, embed_captions(self.policy)).pairs
 
     def load_train_tasks(self) -> Sequence[Any]:
         """All pairs; the filter is applied once the model is loaded."""
@@ -137,7 +128,7 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         """Encode both images of each pair, and draw the times and noises that they share."""
         kept, pixels = self._read(tasks)
         # the mode of the autoencoder, no sample: both images of a pair carry no noise of their own
-        latents = encode_images(policy.family, pixels, batch=self.scoring.sampler.batch_rows)
+        latents = encode_given(policy, pixels, self.scoring.sampler.batch_rows)
         # streams belong to the tasks of the step; leaving out a pair must not shift those of the others
         count, streams = len(kept), streams.among(tasks, kept)
         # one draw per pair: both images lose their caption together, or their errors were not comparable
@@ -193,12 +184,6 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         """Formula of the loss."""
         weighed = ", weighed by (1 - t)^2" if self.config.error == "noise" else ""
         return f"{self.objective.describe()}\n  logp = -1/2 mean |v(x_t, t, c) - (noise - x_0)|^2{weighed}"
-
-    def _fits(self, pair: ImagePair) -> bool:
-        if self.cut_of(pair.caption) is None:
-            return True
-        self.skipped["too_long"] += 1
-        return False
 
     def _read(self, pairs: Sequence[ImagePair]) -> tuple[list[ImagePair], np.ndarray]:
         """The pairs of a step whose images differ, and their pixels (2 N, h, w, 3), the preferred ones first."""

@@ -23,10 +23,9 @@ from diffusion.data.prompts import DiffusionTask
 from diffusion.diffusion_config import GivenImagesConfig, check_matching
 from diffusion.diffusion_recipe import DiffusionDomain
 from diffusion.matching.times import TimestepConfig
-from diffusion.matching.velocity import FlowMatching, given_rollouts
+from diffusion.matching.velocity import FlowMatching, encode_given, given_rollouts
 from diffusion.models.diffusion_policy import DiffusionPolicy, PipelineConfig, full_model
 from diffusion.models.ema import KeepsEvalAverage
-from diffusion.models.pipelines import encode_images
 from diffusion.sampling.trajectories import mean_over_decisions
 from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
@@ -90,7 +89,7 @@ class PretrainRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Diffusi
     def batch(self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], streams: Streams, step: Step) -> Rollouts:
         """Encode the images of a step and drop the caption of a random subset."""
         pixels = _pixels(tasks)
-        latents = encode_images(policy.family, pixels, batch=self.scoring.sampler.batch_rows)
+        latents = encode_given(policy, pixels, self.scoring.sampler.batch_rows)
         rows = len(tasks)
         kept = streams.uniform(rows, 1, purpose="caption") >= self.config.drop_caption
         captions = [task.caption if keep else "" for task, keep in zip(tasks, kept.tolist(), strict=True)]

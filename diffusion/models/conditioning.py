@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diffusion.data.prompts import ReferenceImage
 from diffusion.families.base import MASK, REFERENCE, Cut, Family, Text, padded
-from diffusion.models.pipelines import quiet_diffusers
+from diffusion.models.pipelines import own_precision, quiet_diffusers
 from mmrl.core.payload import to_device, to_host
 from mmrl.errors import UserError
 from mmrl.files import expanded
@@ -68,7 +68,8 @@ class TextEncoders:
 
     def encode(self, prompt: str, image: Tensor | None = None, *, negative: bool = False) -> Text:
         """Embed one prompt, with the image (3, h, w) in -1..1 that it edits, without gradient."""
-        with torch.no_grad(), quiet_diffusers():  # diffusers would warn about every prompt that CLIP truncates
+        # diffusers would warn about every prompt that CLIP truncates
+        with torch.no_grad(), own_precision(self.family.text_device), quiet_diffusers():
             if image is None:
                 return self.family.encode(prompt, negative=negative)
             return self.family.encode_edit(prompt, image, negative=negative)
@@ -286,11 +287,12 @@ class PromptEmbeddings:
                 raise UserError(f"prompt {number} of {len(prompts)} is empty: {prompt!r}")
         self.encoders.check_constant()
         # most families embed both kinds alike; then a prompt has one cache entry for both
-        side = negative and self.family.negative_differs
+        differs = self.family.negative_differs
         given = [None] * len(prompts) if images is None else images
         keys = [
-            # by content: equal images of different files share an embedding
-            _Key(prompt, side, "" if image is None else image.digest)
+            # An empty prompt is one without a caption, whose prediction guidance reads as that of the negative prompt.
+            # Images by content: equal images of different files share an embedding.
+            _Key(prompt, differs and (negative or not prompt), "" if image is None else image.digest)
             for prompt, image in zip(prompts, given, strict=True)
         ]
         # in order of first use, which keeps rows of distinct prompts views in `_for_rows`
@@ -363,7 +365,14 @@ class PromptEmbeddings:
         embedding = self.encoders.encode(prompt, self._pixels(image), negative=key.negative)
         # held on the CPU: many prompts must not fill the memory of the accelerator
         # one transfer for all entries
-        return dict(zip(embedding, to_host(list(embedding.values())), strict=True))
+        held = dict(zip(embedding, to_host(list(embedding.values())), strict=True))
+        for name, value in held.items():
+            if not value.isfinite().all():
+                raise UserError(
+                    f"the embedding of {shortened(prompt)} has NaN or infinite entries ({name}); set model.dtype to "
+                    "bfloat16 or float32"
+                )
+        return held
 
     def _pixels(self, image: ReferenceImage | None) -> Tensor | None:
         """The image (3, h, w) in -1..1 at the size of the run, as the autoencoder expects it."""

@@ -32,7 +32,7 @@ def describe_pipeline(config: Any, policy: DiffusionPolicy, absent: str, form: s
         "scheduler": _scheduler(policy, adapter=bool(form))[0],
         f"size of the {kind}": f"{width} x {height} pixels",
     }
-    lacks = family.call_lacks(guidance, sampler.negative_prompt)
+    lacks = family.call_lacks(guidance, sampler.negative_prompt, sampler.eval_steps)
     return Exported(
         call=CALLS.get(form) or "diffusers.DiffusionPipeline.from_pretrained" + (f"({absent})" if absent else ""),
         load="\n".join(_load(config, policy, absent, guidance, IMAGES if edits else (), form)),

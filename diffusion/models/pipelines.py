@@ -68,8 +68,7 @@ def load_pipeline(
     """
     ensure_torchvision()
     where, folder = _resolve(path_or_id)
-    index = _read_index(where, folder)
-    kind = find_family(index["_class_name"], family, where)
+    index, kind = _read_index(where, folder, family)
     absent = _absent_parts(index, kind, where, folder)
     # before loading: a wrong scheduler should not cost the download of the weights
     if index["scheduler"][1] not in kind.schedulers:
@@ -77,7 +76,8 @@ def load_pipeline(
             f"{where} has the scheduler {index['scheduler'][1]}; {kind.pipeline_class} needs "
             f"{' or '.join(kind.schedulers)}"
         )
-    pipeline = _from_pretrained(where, index, dtype, absent)
+    pipeline = _from_pretrained(where, index, dtype, dict.fromkeys(absent) | kind.unused)
+    upcast(pipeline.vae)
     # only after loading, since its default depends on the scheduler's class
     predicted = pipeline.scheduler.config.get("prediction_type", kind.predictions[0])
     if predicted not in kind.predictions:
@@ -106,8 +106,7 @@ def outlined_pipeline(path_or_id: Path | str, family: str | None = None) -> Any:
 
     ensure_torchvision()
     where, folder = _resolve(path_or_id)
-    index = _read_index(where, folder)
-    kind = find_family(index["_class_name"], family, where)
+    index, kind = _read_index(where, folder, family)
     parts: dict[str, Any] = dict.fromkeys(_absent_parts(index, kind, where, folder))
     try:
         with quiet_transformers(), quiet_diffusers():
@@ -153,7 +152,7 @@ def decode_latents(family: Family, latents: Tensor, batch: int = 8, frames: int 
     if latents.ndim != 4 + family.video or latents.shape[1] != family.channels:
         raise ValueError(f"latents have the shape {tuple(latents.shape)}; must be {expected}.")
     parts = []
-    with torch.no_grad():
+    with torch.no_grad(), own_precision(family.pipeline.vae.device):
         for part in latents.split(1 if family.video else batch):
             images = family.decode(part)
             # both are checked, since either can be finite while the other is not
@@ -192,7 +191,7 @@ def encode_images(
     autoencoder = family.pipeline.vae
     _check_given(family, images)
     means, deviations = [], []
-    with torch.no_grad():
+    with torch.no_grad(), own_precision(autoencoder.device):
         for part in torch.from_numpy(np.ascontiguousarray(images)).split(1 if family.video else batch):
             scaled = part.to(autoencoder.device).movedim(-1, 1).to(autoencoder.dtype) / 127.5 - 1
             mean, deviation = family.encode_pixels(scaled)
@@ -205,6 +204,17 @@ def encode_images(
             encoded = encoded + torch.cat(deviations) * noise
         # sampled in the autoencoder's scale, normalised afterwards
         return family.normalise(encoded)
+
+
+def upcast(autoencoder: Any) -> None:
+    """Hold an autoencoder in float32 if its activations overflow in float16, according to its configuration."""
+    if autoencoder.dtype == torch.float16 and autoencoder.config.get("force_upcast"):
+        autoencoder.float()
+
+
+def own_precision(device: torch.device) -> torch.autocast:
+    """Run frozen parts in the precision of their weights; in that of the trainer they may overflow."""
+    return torch.autocast(device.type, enabled=False)
 
 
 def _check_given(family: Family, images: NDArray[np.uint8]) -> None:
@@ -240,7 +250,8 @@ def _resolve(path_or_id: Path | str) -> tuple[str, Path | None]:
     return str(path_or_id), None
 
 
-def _read_index(where: str, folder: Path | None) -> dict[str, Any]:
+def _read_index(where: str, folder: Path | None, family: str | None) -> tuple[dict[str, Any], type[Family]]:
+    """The index, with the parts that the family does not use replaced, and the family."""
     if folder is None:
         from diffusers import DiffusionPipeline
 
@@ -253,14 +264,16 @@ def _read_index(where: str, folder: Path | None) -> dict[str, Any]:
     else:
         index = read_json_object(folder / INDEX_FILE)
     place = f"{where}/{INDEX_FILE}"
-    for name, part in index.items():
-        if not name.startswith("_") and isinstance(part, list):
-            _check_part(name, part, place)
-            if folder is not None and (code := [*(folder / name).glob("*.py")]):
-                raise UserError(f"{code[0]} is code in a model folder, which is never run; remove it")
     if not isinstance(index.get("_class_name"), str):
         raise UserError(f"{place}: _class_name is {index.get('_class_name')!r:.80}; expected a name")
-    return index
+    kind = find_family(index["_class_name"], family, where)
+    for name, part in index.items():
+        if not name.startswith("_") and isinstance(part, list):
+            if name not in kind.unused:
+                _check_part(name, part, place)
+            if folder is not None and (code := [*(folder / name).glob("*.py")]):
+                raise UserError(f"{code[0]} is code in a model folder, which is never run; remove it")
+    return index | kind.unused, kind
 
 
 def _check_part(name: str, part: list[Any], place: str) -> None:
@@ -300,18 +313,17 @@ def _absent_parts(index: dict[str, Any], family: type[Family], where: str, folde
     return absent
 
 
-def _from_pretrained(where: str, index: dict[str, Any], dtype: torch.dtype, absent: list[str]) -> Any:
+def _from_pretrained(where: str, index: dict[str, Any], dtype: torch.dtype, given: dict[str, Any]) -> Any:
     import diffusers
 
     if (own := take_model(where)) is not None:
         return own.to(dtype)
-    missing: dict[str, Any] = dict.fromkeys(absent)
     try:
         for part in index.values():
             if isinstance(part, list) and str(part[0]).startswith(OWN_CLASSES):
                 importlib.import_module(part[0])  # diffusers only finds classes of other packages if already imported
         with quiet_transformers(), quiet_diffusers():
-            return getattr(diffusers, index["_class_name"]).from_pretrained(where, torch_dtype=dtype, **missing)
+            return getattr(diffusers, index["_class_name"]).from_pretrained(where, torch_dtype=dtype, **given)
     except Exception as error:  # damaged files, missing packages and memory each raise their own kinds
         raise UserError(f"the pipeline in {where} cannot be loaded: {first_line(error)}") from error
 

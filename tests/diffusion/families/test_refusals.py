@@ -136,6 +136,33 @@ def test_a_network_that_takes_the_guidance_scale_as_an_input_is_refused():
         FAMILIES["StableDiffusionPipeline"](pipeline)
 
 
+def test_a_call_whose_steps_are_not_those_of_evaluations_is_said():
+    from diffusers import DDIMScheduler
+
+    for spacing, uneven in (("leading", ()), ("trailing", (28, 30)), ("linspace", (10, 28, 30, 40))):
+        pipeline = SimpleNamespace(unet=None, scheduler=DDIMScheduler(timestep_spacing=spacing, steps_offset=1))
+        family = FAMILIES["StableDiffusionPipeline"](pipeline)
+        for steps in (10, 28, 30, 40):
+            lacks = family.call_lacks(5.0, "", steps)
+            assert bool(lacks) == (steps in uneven)
+            assert not lacks or f"{steps} steps of DDIM in diffusers are {1000 // steps} training steps long" in lacks
+
+
+def test_times_of_stable_diffusion_are_those_of_its_scheduler_in_full(tmp_path, caplog):
+    import diffusers
+
+    for name, spelled in (("EulerDiscreteScheduler", {}), ("PNDMScheduler", {"skip_prk_steps": True})):
+        (tmp_path / "scheduler_config.json").write_text(json.dumps({"_class_name": name, **spelled}))
+        scheduler = getattr(diffusers, name).from_pretrained(tmp_path)
+        drawn = FAMILIES["StableDiffusionPipeline"](SimpleNamespace(unet=None, scheduler=scheduler)).drawing_scheduler()
+        shared = drawn.config.keys() & scheduler.config.keys() - {"_class_name", "_use_default_values"}
+        assert {key: drawn.config[key] for key in shared} == {key: scheduler.config[key] for key in shared}
+    assert not caplog.records
+    scheduler = diffusers.EulerDiscreteScheduler(use_karras_sigmas=True)
+    FAMILIES["StableDiffusionPipeline"](SimpleNamespace(unet=None, scheduler=scheduler)).sigma_grid(10, (4, 8, 8))
+    assert "EulerDiscreteScheduler has use_karras_sigmas" in caplog.text
+
+
 def test_models_of_many_steps_are_not_taken_for_distilled_ones(folder, caplog):
     warn_of_few_steps(load_policy(config_of(folder)), LatentSamplerConfig(guidance=4.0, steps=50), matched=True)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]

@@ -166,6 +166,14 @@ def test_pairs_with_equal_sides_are_an_error_or_counted(tmp_path):
         load_pairs(ImagePairConfig(path=str(path), on_bad_row="skip"))
 
 
+def test_pairs_of_another_size_than_that_of_the_run_are_refused(tmp_path):
+    config = dpo_config(tmp_path)
+    config.model.height = 16
+    recipe, reference = built(config)
+    with pytest.raises(UserError, match=r"height=32, width=32, but the model draws .* height=16"):
+        step_pairs(recipe, reference)
+
+
 def test_pairs_in_their_own_files(tmp_path):
     from PIL import Image
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from diffusion.data.captioned_images import ImageDataConfig, write_images
+from diffusion.data.captioned_images import ImageDataConfig, load_images, write_images
 from diffusion.data.prompts import PromptConfig
 from diffusion.diffusion_config import GivenEvaluationConfig
 from diffusion.methods.pretrain import PretrainConfig
@@ -123,11 +123,32 @@ def test_captions_are_left_out_at_the_configured_rate(tmp_path, digit_model):
 def test_images_of_several_sizes_cannot_share_a_step(tmp_path, digit_model):
     recipe = build(pretraining(tmp_path, digit_model))
     other = write_images(tmp_path / "other.npz", np.zeros((1, 16, 8, 3), np.uint8), ["the digit one"])
-    from diffusion.data.captioned_images import load_images
-
     tasks = [recipe.train_tasks[0], *load_images(ImageDataConfig(path=str(other)))]
     with pytest.raises(NoUsableTasksError, match="must have the same size"):
         recipe.rollout(recipe.policy, tasks, Streams(0), Step())
+
+
+def test_images_of_another_size_than_that_of_the_run_are_refused(tmp_path, digit_model):
+    recipe = build(pretraining(tmp_path, digit_model))
+    other = write_images(tmp_path / "other.npz", np.zeros((1, 16, 8, 3), np.uint8), ["the digit one"])
+    tasks = load_images(ImageDataConfig(path=str(other)))
+    message = "given images have height=16, width=8, but the model draws images with height=8, width=8; resize them"
+    with pytest.raises(UserError, match=f"{message}, or change model.height and model.width"):
+        recipe.rollout(recipe.policy, tasks, Streams(0), Step())
+
+
+def test_captions_that_are_too_long_are_skipped_and_counted(tmp_path, digit_model, caplog):
+    config = pretraining(tmp_path, digit_model)
+    captions = ["the digit one", "the digit one " * 40]
+    config.images = ImageDataConfig(path=str(tmp_path / "long.npz"))
+    write_images(tmp_path / "long.npz", np.zeros((2, 8, 8, 3), np.uint8), captions)
+    recipe = build(config)
+    assert [task.caption for task in recipe.train_tasks] == captions[:1]
+    assert recipe.skipped == {"too_long": 1}
+    assert "skipped 1 rows (too_long)" in caplog.text
+    write_images(tmp_path / "long.npz", np.zeros((1, 8, 8, 3), np.uint8), captions[1:])
+    with pytest.raises(UserError, match="all captions are too long"):
+        build(config)
 
 
 def test_options_that_do_not_fit_are_refused(tmp_path, digit_model):

@@ -7,8 +7,10 @@ from torch import nn
 
 from diffusion.families.table import family_of
 from diffusion.models.conditioning import PromptEmbeddings, TextEncoders
+from diffusion.models.pipelines import load_pipeline
 from mmrl.errors import UserError
 from tests.diffusion.builders import CAPTIONS, SIZES, T5_TOKENS, RowCounter, load_sd3
+from tests.diffusion.families import tiny
 from tests.programs import run_after_torch
 
 ONE, TWO, THREE = "a red circle", "a blue square", "three green triangles"
@@ -94,6 +96,29 @@ def test_negative_rows_are_the_pipelines_own(sd3):
     rows = embeddings(sd3).negative("blurred", rows=3)
     assert torch.equal(rows.expanded()["tokens"], negative.expand(3, -1, -1))
     assert torch.equal(rows.expanded()["pooled"], pooled.expand(3, -1))
+
+
+@pytest.mark.parametrize("build", [tiny.stable_diffusion_xl, tiny.sana])
+def test_a_dropped_caption_is_the_empty_negative_prompt_of_guidance(build, tmp_path):
+    cache = PromptEmbeddings(family_of(load_pipeline(build(tmp_path / "model"))))
+    negative = cache.negative().expanded()
+    cache.free_encoders()
+    dropped = cache.rows([""], allow_empty=True).expanded()
+    assert all(torch.equal(dropped[name], value) for name, value in negative.items())
+
+
+def test_encoders_run_in_their_own_precision(pipeline):
+    plain = embeddings(pipeline).rows([ONE])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        low = embeddings(pipeline).rows([ONE])
+    assert all(torch.equal(low.values[name], value) for name, value in plain.values.items())
+
+
+def test_an_embedding_that_overflows_is_refused(folder):
+    pipeline = load_sd3(folder)
+    pipeline.text_encoder_3.encoder.final_layer_norm.weight.fill_(1e38).mul_(1e3)
+    with pytest.raises(UserError, match=r"'a red circle' has NaN or infinite entries \(tokens\); set model.dtype"):
+        embeddings(pipeline).rows([ONE])
 
 
 def test_rows_of_one_prompt_are_views(sd3):

@@ -8,10 +8,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffusion.families.table import family_of
-from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline
+from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline, outlined_pipeline
 from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 from mmrl.errors import UserError
 from tests.diffusion.builders import CAPTIONS, SIZES, T5_TOKENS
+from tests.diffusion.families import tiny
 from tests.rounding import assert_equal_up_to_rounding
 
 FACTOR = 4
@@ -62,6 +63,16 @@ def test_folder_without_t5_loads_without_an_option(tmp_path):
     assert pipeline.tokenizer_3 is None
     tokens, _, _, _ = pipeline.encode_prompt("a red circle", None, None, max_sequence_length=T5_TOKENS)
     assert tokens.shape[1] == SIZES.clip_tokens + T5_TOKENS
+
+
+def test_the_safety_checker_of_stable_diffusion_is_left_out(tmp_path):
+    folder = tiny.stable_diffusion(tmp_path / "checked")
+    parts = {"feature_extractor": ["transformers", "CLIPFeatureExtractor"]}
+    parts["safety_checker"] = ["stable_diffusion", "StableDiffusionSafetyChecker"]
+    edit(folder / "model_index.json", requires_safety_checker=True, **parts)
+    for pipeline in (load_pipeline(folder), outlined_pipeline(folder)):
+        assert (pipeline.safety_checker, pipeline.feature_extractor) == (None, None)
+        assert not pipeline.config.requires_safety_checker
 
 
 def message(path):
@@ -170,6 +181,16 @@ def test_scale_and_shift_of_the_autoencoder(folder, tmp_path, loaded):
     torch.testing.assert_close(encode_images(family_of(scaled), pictures(2)), (encoded - 0.06) * 1.5)
 
 
+def test_channel_statistics_of_an_autoencoder_of_sdxl(tmp_path):
+    folder = tiny.stable_diffusion_xl(tmp_path / "xl")
+    mean, deviation, scale = [-1.5, 2.0, -1.25, 2.5], [8.0, 6.0, 6.5, 5.0], 0.5
+    edit(folder / "vae/config.json", latents_mean=mean, latents_std=deviation, scaling_factor=scale)
+    family, latents = family_of(load_pipeline(folder)), noise(2)
+    mean, deviation = (torch.tensor(values)[:, None, None] for values in (mean, deviation))
+    assert_equal_up_to_rounding(family.denormalise(latents), latents * deviation / scale + mean)
+    assert_equal_up_to_rounding(family.normalise(family.denormalise(latents)), latents)
+
+
 def test_latents_that_are_not_numbers_are_reported(loaded):
     latents = noise(4)
     whole = decode_latents(family_of(loaded), latents)
@@ -179,6 +200,24 @@ def test_latents_that_are_not_numbers_are_reported(loaded):
     assert decoded.finite.tolist() == [True, False, True, False]
     assert not decoded.pixels[[1, 3]].any()
     np.testing.assert_array_equal(decoded.pixels[[0, 2]], whole.pixels[[0, 2]])
+
+
+def test_the_autoencoder_runs_in_its_own_precision(folder):
+    latents, images = noise(2), pictures(2)
+    found = []
+    for enabled in (False, True):
+        family = family_of(load_pipeline(folder))
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            found.append((decode_latents(family, latents).pixels, encode_images(family, images)))
+    np.testing.assert_array_equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
+
+
+def test_an_autoencoder_that_overflows_in_float16_stays_in_float32(copied):
+    assert load_pipeline(copied, torch.float16).vae.dtype == torch.float32
+    edit(copied / "vae/config.json", force_upcast=False)
+    pipeline = load_pipeline(copied, torch.float16)
+    assert {pipeline.transformer.dtype, pipeline.vae.dtype} == {torch.float16}
 
 
 def test_smaller_batches_change_nothing(loaded):
