@@ -76,7 +76,7 @@ def load_pipeline(
             f"{where} has the scheduler {index['scheduler'][1]}; {kind.pipeline_class} needs "
             f"{' or '.join(kind.schedulers)}"
         )
-    pipeline = _from_pretrained(where, index, dtype, dict.fromkeys(absent) | kind.unused)
+    pipeline = _from_pretrained(where, index, dtype, {**dict.fromkeys(absent), **kind.unused})
     upcast(pipeline.vae)
     # only after loading, since its default depends on the scheduler's class
     predicted = pipeline.scheduler.config.get("prediction_type", kind.predictions[0])
@@ -273,7 +273,7 @@ def _read_index(where: str, folder: Path | None, family: str | None) -> tuple[di
                 _check_part(name, part, place)
             if folder is not None and (code := [*(folder / name).glob("*.py")]):
                 raise UserError(f"{code[0]} is code in a model folder, which is never run; remove it")
-    return index | kind.unused, kind
+    return {**index, **kind.unused}, kind
 
 
 def _check_part(name: str, part: list[Any], place: str) -> None:
