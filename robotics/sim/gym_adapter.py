@@ -173,7 +173,7 @@ class GymRow:
         self._observation, given, terminated, truncated, info = self._env.step(
             scaled.reshape(space.shape).astype(space.dtype)
         )
-        if "intervene_action" in info or np.any(info.get("is_intervention", False)):
+        if info.get("intervene_action") is not None or np.any(info.get("is_intervention", False)):
             raise EnvError(
                 f"{self._name}: info says that a person's action was executed instead of the policy's, which would be "
                 "learned from as the policy's; remove the wrapper, and use `mmrl robot intervene` for corrections"
@@ -487,7 +487,7 @@ def _split_keys(
 
 
 def _is_numeric(space: Any) -> bool:
-    # a Text has a dtype of its own, and a Sequence or a Graph has none
+    # Text spaces have a string dtype, Sequence and Graph spaces have none
     return all(np.dtype(leaf.dtype or str).kind in "biuf" for leaf in _inner_spaces(space))
 
 

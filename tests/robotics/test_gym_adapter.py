@@ -368,7 +368,7 @@ def test_what_is_neither_state_nor_image_is_said():
 def test_an_action_that_the_environment_replaced_is_refused(info):
     with pytest.raises(EnvError, match="a person's action was executed instead of the policy's"):
         row(Arm(info={"success": False, **info})).step(np.zeros(2))
-    idle = {"success": False, "teleop_action": np.zeros(2), "is_intervention": False}
+    idle = {"success": False, "teleop_action": np.zeros(2), "is_intervention": False, "intervene_action": None}
     assert row(Arm(info=idle)).step(np.zeros(2))[0] == 2.5
 
 

@@ -76,7 +76,7 @@ def parameters_of(tools: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, ..
 
 
 def referenced(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Any:
-    """What the `$ref` of a JSON schema, such as `#/$defs/Unit`, names in its root schema; None if it names nothing."""
+    """The part of the root schema that a `$ref` such as `#/$defs/Unit` points to; None if there is none."""
     first, *keys = str(schema.get("$ref")).split("/")
     found: Any = root if first == "#" else None
     for key in keys:

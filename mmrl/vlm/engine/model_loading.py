@@ -18,8 +18,6 @@ from mmrl.vlm.model.network import add_adapter, freeze_parts
 LOGGER = logging.getLogger("mmrl")
 
 
-DROPOUT = ("dropout", "pdrop", "dropout_prob")
-"""Ends of the names under which layers keep the rates of their dropout."""
 LONGEST_EDGE = 16_384
 """A `longest_edge` up to this is a side in pixels, a larger one an area."""
 
@@ -100,8 +98,8 @@ def _switch_off_dropout(network: Any) -> None:
     for name, part in network.named_modules():
         if "lora_dropout" in name:  # of adapters that the user has given
             continue
-        # modules, and numbers that layers pass to functions
-        rates = ["p"] if isinstance(part, nn.Dropout) else [key for key in vars(part) if key.endswith(DROPOUT)]
+        # modules, and numbers that layers pass to functions, such as attention_dropout, attn_dropout_p and layerdrop
+        rates = ["p"] if isinstance(part, nn.Dropout) else [key for key in vars(part) if "drop" in key]
         for rate in rates:
             if isinstance(value := getattr(part, rate), float) and value:
                 found.append(f"{name}.{rate} = {value:g}")

@@ -1,4 +1,4 @@
-"""What a run reads of prior data: its rewards, the instructions of its tasks, its units, and numbers that are none."""
+"""Prior data of a run: its rewards, the instructions of its tasks, its units, and non-finite numbers."""
 
 import json
 
