@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import logging
 import re
+import unicodedata
 from collections.abc import Sequence
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-from mmrl.rewards.answers import Chat, gold_text, read_answer, read_number
+from mmrl.rewards.answers import Chat, gold_text, normalise, read_answer, read_number
 
 # Their warning that a timeout is off is meant: the worker's own limit holds.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -25,6 +27,13 @@ TWO_NUMBERS = re.compile(r"\d\s+[\d.]")
 TEXT_COMMAND = re.compile(r"\\[A-Za-z]+\s*\{[A-Za-z\s]*\}")
 WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 FUNCTION = re.compile(r"(?:arc)?(?:sin|cos|tan)h?|cot|csc|sec|exp|log|max|min|sqrt")
+ONLY_TEXT = re.compile(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}")
+SCIENTIFIC = re.compile(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})(?!\w)")
+DEGREES = re.compile(r"\s*(?:°|\^\s*\{?\s*(?:\\circ|o)(?![A-Za-z])\s*\}?)")
+FRACTION = re.compile(r"[¼-¾⅐-⅞↉]")
+_UNIT = r"(?:k?g|mg|lbs?|oz|[kcdmµ]?m|in|ft|yd|mi|mph|s|sec|min|hr?|m?[lL]|k?[NJWVA]|K|k?Hz|k?Pa|rad|units?)"
+_POWER = r"(?:\s*\^\s*\{?\s*-?\d\s*\}?|[²³])?"
+WITH_UNIT = re.compile(rf"(?P<number>[\d.,\s/eE+−-]*\d)\s*(?P<unit>{_UNIT}{_POWER}(?:\s*/\s*{_UNIT}{_POWER})?)")
 
 
 def maths_reward(
@@ -45,12 +54,35 @@ def maths_reward(
     rewards = []
     for prompt, completion, gold in zip(prompts, completions, answer, strict=True):
         # parsed once for all responses to a question
-        wanted = _parse_gold(gold_text(gold))
+        expected = gold_text(gold)
+        wanted = _parse_gold(expected)
         found = read_answer(completion, prompt, require_block=require_block, several=several)
-        # an answer that cannot be parsed is wrong, not a failure
-        given = _parse(found) if found else ()
-        rewards.append(float(bool(given) and verify(list(wanted), list(given), timeout_seconds=None)))
+        rewards.append(float(found is not None and _equal(expected, wanted, found)))
     return rewards
+
+
+def _equal(expected: str, wanted: tuple[Any, ...], found: str) -> bool:
+    text = ONLY_TEXT.fullmatch(expected)
+    if text is not None:
+        given = ONLY_TEXT.fullmatch(found)
+        if normalise(text[1]) == normalise(given[1] if given is not None else found):
+            return True
+    # an answer that cannot be parsed is wrong, not a failure
+    parsed = _parse(found)
+    if parsed and verify(list(wanted), list(parsed), timeout_seconds=None):
+        return True
+    # only next to a number is "m" a unit; in a polynomial it is a variable
+    (value, unit), (number, other) = _measured(expected), _measured(found)
+    return value is not None and sum(map(str.isalpha, unit)) != 1 and value == number and other in ("", unit or other)
+
+
+def _measured(text: str) -> tuple[Fraction | None, str]:
+    """A number and the unit behind it; None if there is anything else."""
+    text = DEGREES.sub("", DELIMITERS.sub(" ", text)).strip()
+    found = WITH_UNIT.fullmatch(text)
+    number, unit = (found["number"], found["unit"]) if found is not None else (text, "")
+    plain = re.search(r"[^\W\d_]|\\", SCIENTIFIC.sub("", number)) is None
+    return read_number(number) if plain else None, "".join(unit.split())
 
 
 @lru_cache(maxsize=4096)
@@ -66,7 +98,8 @@ def _parse_gold(text: str) -> tuple[Any, ...]:
 def _parse(text: str) -> tuple[Any, ...]:
     """Parse a whole answer; nothing when it is text, several numbers in a row, or not mathematics."""
     # "1 1/2" is one and a half, where LaTeX would multiply
-    text = MIXED.sub(r"\1\\frac{\2}{\3}", DELIMITERS.sub(" ", text).strip().rstrip(".").strip())
+    text = FRACTION.sub(_as_quotient, DELIMITERS.sub(" ", text).strip().rstrip(".").strip())
+    text = MIXED.sub(r"\1\\frac{\2}{\3}", DEGREES.sub(r"^\\circ ", SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text))).strip()
     bare = TEXT_COMMAND.sub("", text)
     if any(FUNCTION.fullmatch(word) is None for word in WORD.findall(bare)):
         # Words would be read as products of letters ("four" = f*o*u*r): take the one number among them.
@@ -81,3 +114,8 @@ def _parse(text: str) -> tuple[Any, ...]:
     found = parse(f"${text}$", [LatexExtractionConfig()], parsing_timeout=None)
     # text that math-verify keeps as it is equals itself and nothing else
     return tuple(value for value in found if not isinstance(value, str))
+
+
+def _as_quotient(match: re.Match[str]) -> str:
+    """` 3/4` for ¾, apart from a number before it."""
+    return " " + unicodedata.normalize("NFKC", match[0]).replace("⁄", "/")

@@ -30,6 +30,18 @@ EQUAL = [
     ("<answer>{1, 2}</answer>", "\\{2, 1\\}"),
     ("<answer>50\\%</answer>", "0.5"),
     ("<think>\\boxed{9}</think>\\boxed{4}", "4"),
+    ("\\boxed{10 cm^2}", "10"),
+    ("\\boxed{9.8 m/s^2}", "9.8"),
+    ("\\boxed{12}", "12 m/s"),
+    ("\\boxed{6m³}", "6"),
+    ("\\boxed{90°}", "90"),
+    ("\\boxed{90}", "90°"),
+    ("\\boxed{60^o}", "60"),
+    ("\\boxed{3e8}", "3 \\times 10^8"),
+    ("\\boxed{0.001}", "1e-3"),
+    ("\\boxed{¾}", "0.75"),
+    ("\\boxed{1.5}", "1½"),
+    ("\\boxed{even}", "\\text{even}"),
 ]
 
 NOT_EQUAL = [
@@ -49,6 +61,14 @@ NOT_EQUAL = [
     ("<answer>4 \\neq 5</answer>", "4"),
     ("<answer>x > 3</answer>", "4"),
     ("<answer>答案</answer>", "4"),
+    ("\\boxed{12 km/h}", "12 m/s"),
+    ("\\boxed{6x}", "6"),
+    ("\\boxed{3e}", "3"),
+    ("\\boxed{6}", "6m^3"),
+    ("\\boxed{6 m, 7 m}", "6"),
+    ("\\boxed{10 cm^3 or 11}", "10"),
+    ("\\boxed{-5 m}", "5"),
+    ("\\boxed{odd}", "\\text{even}"),
     ("<answer>" + "4" * 2000 + "</answer>", "4"),
 ]
 
