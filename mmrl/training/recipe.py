@@ -93,6 +93,8 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     """Trust region of natural-gradient steps, used instead of AdamW; `trainer.learning_rate` scales each step."""
     extra_samples: int = 0
     """Samples drawn in this step in addition to the rollouts; part of the run's cost. The trainer resets it."""
+    no_signal: str = "no group had a non-zero advantage"
+    """Reason of a run without optimiser steps if nothing else explains it."""
     variety: str = "a higher temperature"
     """Advice on how to get more diverse samples; empty if no option does that."""
     compared: Sequence[str] = ("reward",)
@@ -105,8 +107,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
     """Whether sampling and update compute log-probabilities with the same arithmetic, up to rounding."""
 
     updates: ClassVar[Callable[..., Any] | None] = None
-    """Class of `mmrl.training.update.Updates` instead of `Updater`, with its arguments, for learning that is no loss
-    over the rows of a step, such as that from a replay."""
+    """Class of `mmrl.training.update.Updates` used instead of `Updater`, for example to learn from a replay."""
 
     def __init__(self, config: BaseRunConfig) -> None:
         self.config: Any = config

@@ -26,6 +26,7 @@ class SupervisedRecipe(Recipe[PolicyT, TaskT]):
 
     objective: Any = None
     supervised: ClassVar[bool] = True
+    no_signal = "no sample had a token or an action to learn"
 
     @abstractmethod
     def batch(self, policy: PolicyT, tasks: Sequence[TaskT], streams: Streams, step: Step) -> Rollouts:

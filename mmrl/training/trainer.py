@@ -142,7 +142,7 @@ def outcome(recipe: Recipe[Any, Any], updater: Updates, log: RunLog, steps: int)
     learning = "critic" if recipe.critic_only else "policy"
     # 0 optimiser steps in 0 steps is no failure
     if steps and not updater.optimiser_step:
-        causes = "; ".join(_causes(recipe, updater, log)) or "no group had a non-zero advantage"
+        causes = "; ".join(_causes(recipe, updater, log)) or recipe.no_signal
         reason = f"nothing was learned: the optimiser took no step in {steps} steps, because {causes}"
         log.warnings.say(steps, NOTHING_LEARNED, f"{reason}; check the samples in the report and their rewards")
         return {"status": NOTHING_LEARNED, "reason": reason}

@@ -52,8 +52,8 @@ class AnswerMeasure(Measure[VlmTask]):
     """`VlmDomain.encode`."""
     draw: Callable[..., Samples]
     """Samples responses, with the arguments of `mmrl.vlm.engine.vlm_sampler.sample`."""
-    score: Callable[[Sequence[VlmTask], Sequence[str], Sequence[str], Sequence[list[int]]], RewardResult]
-    """Scores responses with all rewards, from questions, prompts, texts and tokens."""
+    score: Callable[[Sequence[VlmTask], Sequence[str], Sequence[list[int]]], RewardResult]
+    """Scores responses with all rewards, from questions, texts and tokens."""
     accuracy_term: str
     """The reward that decides whether a response is correct."""
     scored_by: Any
@@ -235,7 +235,7 @@ class AnswerMeasure(Measure[VlmTask]):
         repeated = [row for row in rows for _ in range(count)]
         lengths = drawn.mask.sum(1).int().tolist()
         tokens = token_lists(drawn.response_ids, drawn.mask)
-        result = self.score([row["task"] for row in repeated], [row["prompt"] for row in repeated], drawn.texts, tokens)
+        result = self.score([row["task"] for row in repeated], drawn.texts, tokens)
         failure = failure_of(result)
         for index, row in enumerate(rows):
             first, stop = index * count, (index + 1) * count

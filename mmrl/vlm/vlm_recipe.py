@@ -186,14 +186,13 @@ class VlmDomain:
     def score_texts(
         self,
         tasks: Sequence[VlmTask],
-        prompts: Sequence[str],
         texts: Sequence[str],
         tokens: Sequence[list[int]],
         step: Step,
     ) -> RewardResult:
         """Score responses with all rewards; see `mmrl.vlm.data.task.score_texts`."""
         state = reward_state(self.config, self.train_tasks, step)
-        return score_texts(self.rewards, state, tasks, prompts, texts, tokens)
+        return score_texts(self.rewards, state, tasks, texts, tokens)
 
     def measures(self, policy: VlmPolicy, split: str, step: Step) -> list[Measure[VlmTask]]:
         """Greedy and sampled accuracy on held-out questions; best of n and revisions if configured."""
@@ -206,10 +205,8 @@ class VlmDomain:
         given = (getattr(config, key, "") for key in ("target_key", "chosen_key", "rejected_key"))
         columns = [task.columns for task in self.eval_tasks[split]]
 
-        def score(
-            tasks: Sequence[VlmTask], prompts: Sequence[str], texts: Sequence[str], tokens: Sequence[list[int]]
-        ) -> RewardResult:
-            result = self.score_texts(tasks, prompts, texts, tokens, step)
+        def score(tasks: Sequence[VlmTask], texts: Sequence[str], tokens: Sequence[list[int]]) -> RewardResult:
+            result = self.score_texts(tasks, texts, tokens, step)
             self.errors.warn(result)
             return result
 
@@ -386,14 +383,14 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
         payload = VlmPayload.of(rollouts)
         tasks, prompts = self.asked(rollouts)
         tokens = payload.sampled_tokens(rollouts.mask)
-        result = self.score_texts(tasks, prompts, payload.texts, tokens, step)
+        result = self.score_texts(tasks, payload.texts, tokens, step)
         self.errors.count(result)
         # some blocks read columns or tokens of the rows
         extras = rollouts.extras | self._block_inputs(rollouts, tasks, prompts, tokens)
         # greedy answers are scored by group and handed to each of its rows
         if payload.greedy:
-            asked, (texts, ids) = [prompt.text for prompt in payload.prompts], zip(*payload.greedy, strict=True)
-            greedy = self.score_texts(payload.tasks, asked, texts, ids, step)
+            texts, ids = zip(*payload.greedy, strict=True)
+            greedy = self.score_texts(payload.tasks, texts, ids, step)
             self.errors.count(greedy)
             reward = torch.tensor(greedy.total, dtype=torch.float32)[rollouts.group.cpu()]
             extras[GREEDY_REWARD] = to_device(reward, rollouts.mask.device)

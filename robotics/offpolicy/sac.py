@@ -347,6 +347,12 @@ class RobotSacRecipe(RobotRecipe):
             self.opened.callback(self.prior.close)
             self._prior = None
 
+    @property
+    def no_signal(self) -> str:  # type: ignore[override]
+        """The warm-up, if the run ended within it."""
+        steps, needed = self.replay.control_steps, self.config.warmup_steps
+        return f"it ended after {steps} of the {needed} control steps of its warm-up (warmup_steps)"
+
     def warms_up(self) -> bool:
         """Whether the replay is still too small for an update."""
         return self.replay.control_steps < int(self.config.warmup_steps)

@@ -112,7 +112,7 @@ def test_rewards_of_sampled_texts_are_those_of_the_target(tmp_path, model, closi
     hit = ((x1 + x2) / 2 * model_width / width, (y1 + y2) / 2 * model_height / height)
     outside = (model_width - 1, model_height - 1) if hit[0] < model_width / 2 else (1, 1)
     texts = [answer_text(points, CoordinateSpace.ABS_RESIZED) for points in ([hit], [outside, hit], [outside])]
-    found = recipe.score_texts([task] * 4, [""] * 4, [*texts, "none"], [[]] * 4, Step())
+    found = recipe.score_texts([task] * 4, [*texts, "none"], [[]] * 4, Step())
     assert found.total == pytest.approx([2, 1.5, 0, -1])
     assert found.terms["first_correct"] == [1, 0, 0, 0]
 

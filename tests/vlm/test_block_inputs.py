@@ -62,8 +62,7 @@ def test_remax_compares_with_a_greedy_answer_and_samples_the_same_others(trainer
     found = sample(trainer.policy, payload.prompts, 1, recipe.config.sampler, None)
     assert [text for text, _ in payload.greedy] == found.texts
     tokens = token_lists(found.response_ids, found.mask)
-    asked = [prompt.text for prompt in payload.prompts]
-    reward = torch.tensor(recipe.score_texts(payload.tasks, asked, found.texts, tokens, step).total)
+    reward = torch.tensor(recipe.score_texts(payload.tasks, found.texts, tokens, step).total)
     assert torch.equal(rollouts.extras["greedy_reward"], reward[rollouts.group])
     advantage = recipe.objective.compute_advantages(rollouts).advantage
     expected = (rollouts.reward - reward[rollouts.group])[:, None].expand_as(advantage)

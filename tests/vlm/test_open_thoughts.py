@@ -113,8 +113,21 @@ def test_a_given_start_and_the_prompts_thought_open_one_block(thinker, plain):
         task = augment_task(make_task("one", "Sum?"), given_start="<think>")
         prompt = policy.encode(task)
         texts = sample(policy, [prompt], 1, SamplerConfig(max_new_tokens=2), torch.Generator()).texts
-        score_texts(rewards, TrainerState(), [task], [prompt.text], texts, [[1, 2]])
+        score_texts(rewards, TrainerState(), [task], texts, [[1, 2]])
     assert [text.count("<think>") for text in seen] == [1, 1]
+
+
+def test_a_question_stored_as_text_reaches_rewards_without_the_markup_of_the_template():
+    seen = []
+
+    def asked(prompts, completions, **columns):
+        seen.extend(prompts)
+        return [0.0] * len(completions)
+
+    rewards = RewardSum([RewardConfig("asked")], functions={"asked": asked})
+    task = make_task("one", "Sum?", [(64, 64)])
+    score_texts(rewards, TrainerState(), [task], ["3"], [[1]])
+    assert seen == ["<image>Sum?"]
 
 
 def test_images_for_rewards_are_opened_once_a_question():
@@ -129,7 +142,7 @@ def test_images_for_rewards_are_opened_once_a_question():
     opened = []
     one, two = (Counted(**vars(make_task(name, "Sum?", [(64, 64)]))) for name in ("one", "two"))
     rewards = RewardSum([RewardConfig("looks")], functions={"looks": looks})
-    result = score_texts(rewards, TrainerState(), [one, one, two, two], ["q"] * 4, ["a"] * 4, [[1]] * 4)
+    result = score_texts(rewards, TrainerState(), [one, one, two, two], ["a"] * 4, [[1]] * 4)
     assert result.total == [1.0] * 4
     assert opened == ["one", "two"]
 

@@ -163,7 +163,7 @@ def test_rewards_that_name_images_get_them(tmp_path, tiny_folders, isolate, clos
     config.rewards = [seen, RewardConfig(name="tests/vlm/user_reward.py:characters", isolate=False)]
     recipe = closing(VlmRecipe(config))
     tasks = [recipe.train_tasks[index] for index in (0, 4, 4, 5)]
-    result = recipe.score_texts(tasks, [""] * 4, ["1"] * 4, [[1]] * 4, Step())
+    result = recipe.score_texts(tasks, ["1"] * 4, [[1]] * 4, Step())
     first, fourth = (task.load_images()[0].convert("L").getpixel((0, 0)) for task in tasks[:2])
     assert result.terms[seen.name] == [first, fourth, fourth, 0]
     assert first != fourth

@@ -126,7 +126,7 @@ def test_part_of_a_trace_is_rounded_up_to_tokens(policies):
 def test_hard_questions_get_hints_and_easy_ones_noise(make_recipe):
     recipe = make_recipe(**{"augmentation.hint_max": 1.0})
     set_difficulty(recipe, q0=-5.0, q1=0.9, q2=0.5)
-    recipe.score_texts = lambda tasks, prompts, texts, tokens, step: RewardResult(
+    recipe.score_texts = lambda tasks, texts, tokens, step: RewardResult(
         [float(len(text)) for text in texts], {}
     )
     asked = recipe.stages[0].before(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
@@ -160,9 +160,9 @@ def test_rewards_see_the_given_start_of_an_answer(make_recipe):
     recipe = make_recipe()
     task = augment_task(recipe.train_tasks[0], given_start="123")
     (plain,), (whole,) = (
-        recipe.score_texts([one], ["?"], ["de"], [[1]], Step()).total for one in (recipe.train_tasks[0], task)
+        recipe.score_texts([one], ["de"], [[1]], Step()).total for one in (recipe.train_tasks[0], task)
     )
-    (expected,) = recipe.score_texts([recipe.train_tasks[0]], ["?"], ["123de"], [[1]], Step()).total
+    (expected,) = recipe.score_texts([recipe.train_tasks[0]], ["123de"], [[1]], Step()).total
     assert whole == expected
     assert whole != plain
 

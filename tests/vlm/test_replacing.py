@@ -50,7 +50,7 @@ def scoring(recipe, monkeypatch, *calls):
     """Let the recipe's calls for rewards, one after the other, give what functions of the row's number say."""
     left = list(calls)
 
-    def score_texts(tasks, prompts, texts, tokens, step):
+    def score_texts(tasks, texts, tokens, step):
         rule = left.pop(0)
         found = [float(rule(number)) for number in range(len(texts))]
         return RewardResult(found, {"letters": found})

@@ -28,9 +28,9 @@ from mmrl.errors import UserError
 from mmrl.rewards.answers import final_part
 from mmrl.rewards.budget import right_answers
 from mmrl.vlm.critic.critiques import CRITIQUE_TEMPLATE, critique_renderer, critique_task, write_texts
-from mmrl.vlm.critic.questions import ask_instead, load_source, question_text, without_marks, write_questions
+from mmrl.vlm.critic.questions import ask_instead, load_source, without_marks, write_questions
 from mmrl.vlm.critic.revision import REVISION_TEMPLATE, Revision, next_turn, revision_renderer
-from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.data.task import VlmTask, question_text
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.model.model_config import FrozenModelConfig

@@ -226,8 +226,7 @@ class CritiqueRlRecipe(VlmRecipe):
         """1 for each right answer, 0 for a wrong one, NaN where it could not be scored; and all scores."""
         tokenizer = self.reasoner.processor.tokenizer
         tokens = [tokenizer.encode(text, add_special_tokens=False) for text in answers]
-        questions, prompts = [task.question for task in tasks], [task.prompt for task in tasks]
-        result = self.score_texts(questions, prompts, answers, tokens, step)
+        result = self.score_texts([task.question for task in tasks], answers, tokens, step)
         self.errors.count(result)
         scores = result.terms[self.accuracy_term]
         return [value if math.isnan(value) else float(value == 1.0) for value in scores], result

@@ -26,9 +26,9 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardSum, TrainerState
 from mmrl.vlm.critic.critiques import write_texts
-from mmrl.vlm.critic.questions import ask_instead, load_source, question_text, write_questions
+from mmrl.vlm.critic.questions import ask_instead, load_source, write_questions
 from mmrl.vlm.data.messages import make_template
-from mmrl.vlm.data.task import TaskError, VlmTask, score_texts
+from mmrl.vlm.data.task import TaskError, VlmTask, question_text, score_texts
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.model.model_config import FrozenModelConfig
@@ -191,11 +191,11 @@ def _score(
 ) -> list[np.ndarray]:
     """Rewards (answers, terms) of each question's answers; NaN where one failed."""
     flat = [(task, text) for task, own in zip(tasks, written, strict=True) for text in own]
-    prompts, texts = [question_text(task) for task, _ in flat], [text for _, text in flat]
+    texts = [text for _, text in flat]
     scorer = RewardSum(terms)
     try:
         lengths = [tokens(text) for text in texts]
-        found = score_texts(scorer, TrainerState(), [task for task, _ in flat], prompts, texts, lengths)
+        found = score_texts(scorer, TrainerState(), [task for task, _ in flat], texts, lengths)
     finally:
         scorer.close()
     for name, message in found.examples.items():

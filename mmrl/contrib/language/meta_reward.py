@@ -112,14 +112,13 @@ class MetaRewardRecipe(VlmRecipe):
     def score_texts(
         self,
         tasks: Sequence[VlmTask],
-        prompts: Sequence[str],
         texts: Sequence[str],
         tokens: Sequence[list[int]],
         step: Step,
     ) -> RewardResult:
         """Score responses by the current rubric."""
         # the column is that of the tasks' preparation; the rubric may have changed since
-        return super().score_texts(self._with_rubric(tasks), prompts, texts, tokens, step)
+        return super().score_texts(self._with_rubric(tasks), texts, tokens, step)
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages as usual; in some steps the meta judge writes the rubric for the following steps."""

@@ -307,8 +307,8 @@ class SegmentRecipe(VlmRecipe):
         # the log of the run counts these answers too
         self.extra_samples += len(found)
         texts = self._texts(policy, payload.prompts, found)
-        tasks, prompts = zip(*((payload.tasks[x.group], payload.prompts[x.group].text) for x in found), strict=True)
-        result = self.score_texts(tasks, prompts, texts, [one.ids for one in found], step)
+        tasks = [payload.tasks[one.group] for one in found]
+        result = self.score_texts(tasks, texts, [one.ids for one in found], step)
         self.errors.count(result)
         return torch.tensor(result.total, dtype=torch.float64).unflatten(0, (-1, count)).nanmean(1).tolist()
 

@@ -35,9 +35,8 @@ from mmrl.hub.compat import LOADING_ERRORS, ensure_torchvision, quiet_transforme
 from mmrl.rewards.answers import Chat, completion_text, normalise, read_answer
 from mmrl.runs.export import foreign_model
 from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.vlm.critic.questions import question_text
 from mmrl.vlm.data.prompt import VlmPayload
-from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.data.task import VlmTask, question_text
 from mmrl.vlm.vlm_config import VlmConfig
 from mmrl.vlm.vlm_recipe import VlmRecipe
 

@@ -40,9 +40,9 @@ from mmrl.errors import UserError
 from mmrl.rewards.answers import Chat, completion_text, final_part, normalise
 from mmrl.rewards.reward_loading import load_function
 from mmrl.training.processes import make_generator
-from mmrl.vlm.critic.questions import ask_instead, check_no_marks, load_source, question_text, write_questions
+from mmrl.vlm.critic.questions import ask_instead, check_no_marks, load_source, write_questions
 from mmrl.vlm.data.messages import make_template
-from mmrl.vlm.data.task import TaskError, VlmTask
+from mmrl.vlm.data.task import TaskError, VlmTask, question_text
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.model.model_config import FrozenModelConfig
 

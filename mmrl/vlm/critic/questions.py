@@ -25,19 +25,13 @@ from mmrl.errors import UserError
 from mmrl.hub.tables import LoadedRows
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks, write_media_rows
 from mmrl.vlm.data.messages import MARKS, make_template, split_marks
-from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask, shortened
+from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask, last_user_turn, question_text, shortened
 from mmrl.vlm.methods.pairs import PairColumns, keep_pairs, sides_of
-
-
-def question_text(task: VlmTask) -> str:
-    """Text of a task's last user turn, with <image> and <video> where its images and videos belong."""
-    content = task.messages[_last_user_turn(task)]["content"]
-    return "".join(item["text"] if item["type"] == "text" else f"<{item['type']}>" for item in content)
 
 
 def ask_instead(task: VlmTask, text: str, name: str) -> VlmTask:
     """The task with a different last user turn, and without the turns after it."""
-    last = _last_user_turn(task)
+    last = last_user_turn(task)
     items = split_marks(text)
     media = [item["type"] for item in items if item["type"] != "text"]
     wanted = [item["type"] for item in task.messages[last]["content"] if item["type"] != "text"]
@@ -61,14 +55,6 @@ def check_no_marks(task: VlmTask, where: str, text: str) -> None:
     if mark := MARKS.search(text):
         message = f"{where} contains {mark[0]}, which is the placeholder of a file: {shortened(text)!r}; remove it"
         raise TaskError("media_in_side", task.id, message)
-
-
-def _last_user_turn(task: VlmTask) -> int:
-    users = [index for index, turn in enumerate(task.messages) if turn["role"] == "user"]
-    if not users:
-        roles = ", ".join(turn["role"] for turn in task.messages)
-        raise TaskError("bad_prompt", task.id, f"the question has no user turn; its turns: {roles}")
-    return users[-1]
 
 
 def write_questions(path: str | Path, rows: Sequence[tuple[VlmTask, VlmTask, dict[str, Any]]]) -> Path:

@@ -23,10 +23,10 @@ from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.statistics import with_interval
 from mmrl.training.evaluation import Measure, Row, Trial
 from mmrl.vlm.critic.critiques import CRITIQUE_TEMPLATE, critique_renderer, critique_task, is_satisfied
-from mmrl.vlm.critic.questions import question_text, without_marks
+from mmrl.vlm.critic.questions import without_marks
 from mmrl.vlm.data.messages import make_template, split_marks
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong
-from mmrl.vlm.data.task import VlmTask
+from mmrl.vlm.data.task import VlmTask, question_text
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from mmrl.vlm.model.model_config import FrozenModelConfig
@@ -225,8 +225,7 @@ class RevisionMeasure(Measure[VlmTask]):
             if len(tasks) > 1:
                 shuffled = self._revise(tasks, first, _shuffled(critic))
                 answers[SHUFFLED] = [revision.answers[-1] for revision in shuffled]
-        texts = [prompt.text for prompt in prompts]
-        right = {name: self._right(tasks, texts, said) for name, said in answers.items()}
+        right = {name: self._right(tasks, said) for name, said in answers.items()}
         for number, row in enumerate(rows):
             row |= {"revision": revisions[number], "right": {name: values[number] for name, values in right.items()}}
         return rows
@@ -258,11 +257,11 @@ class RevisionMeasure(Measure[VlmTask]):
     ) -> list[Revision]:
         return revise(self.reasoner, tasks, first, critic, self.config, self.answers.sampling, always=always)
 
-    def _right(self, tasks: Sequence[VlmTask], prompts: Sequence[str], texts: Sequence[str]) -> list[float]:
+    def _right(self, tasks: Sequence[VlmTask], texts: Sequence[str]) -> list[float]:
         own = self.answers
         tokenizer = self.reasoner.processor.tokenizer
         tokens = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
-        return own.right(own.score(tasks, prompts, texts, tokens).terms)
+        return own.right(own.score(tasks, texts, tokens).terms)
 
 
 def change_shares(changes: Sequence[tuple[float, float, Revision]]) -> dict[str, float]:

@@ -25,9 +25,9 @@ from mmrl.runs.records import Outcome, SampleRecord
 from mmrl.runs.statistics import with_interval
 from mmrl.training.evaluation import Measure, Row, Trial, mean_scores
 from mmrl.training.processes import stream_seed
-from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, critic_renderer, critic_task, question_text, without_marks
+from mmrl.vlm.critic.questions import CRITIC_TEMPLATE, critic_renderer, critic_task, without_marks
 from mmrl.vlm.data.prompt import Prompt, PromptTooLong, token_lists
-from mmrl.vlm.data.task import VlmTask, load_videos
+from mmrl.vlm.data.task import VlmTask, load_videos, question_text
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from mmrl.vlm.vlm_evaluation import AnswerMeasure
@@ -302,8 +302,7 @@ class SelfCriticMeasure(Measure[VlmTask]):
             return []
         drawn = sample(own.policy, prompts, count, own.sampling, own.draws(rows, count, "self_critic"))
         tokens = token_lists(drawn.response_ids, drawn.mask)
-        repeated = [row for row in rows for _ in range(count)]
-        scored = own.score([row["task"] for row in repeated], [row["prompt"] for row in repeated], drawn.texts, tokens)
+        scored = own.score([row["task"] for row in rows for _ in range(count)], drawn.texts, tokens)
         right = own.right(scored.terms)
         groups = [slice(n * count, (n + 1) * count) for n in range(len(rows))]
         texts = [drawn.texts[part] for part in groups]

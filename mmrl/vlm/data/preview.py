@@ -50,7 +50,7 @@ def _first(task: VlmTask, rewards: Sequence[RewardConfig]) -> list[str]:
     texts = [""] if answer is None else [form.format(answer) for form in FORMS]  # without one: does the function run?
     terms = RewardSum(rewards, workers=1)
     try:
-        found = score_texts(terms, TrainerState(), [task] * len(texts), [text] * len(texts), texts, [[]] * len(texts))
+        found = score_texts(terms, TrainerState(), [task] * len(texts), texts, [[]] * len(texts))
     finally:
         terms.close()
     earned = [

@@ -190,17 +190,31 @@ def check_no_media(task: VlmTask, column: str, text: str, kind: str) -> None:
         raise TaskError(kind, task.id, f"column '{column}' contains {found}, which is not allowed in an answer")
 
 
+def question_text(task: VlmTask) -> str:
+    """Text of a task's last user turn, with <image> and <video> where its images and videos belong."""
+    content = task.messages[last_user_turn(task)]["content"]
+    return "".join(item["text"] if item["type"] == "text" else f"<{item['type']}>" for item in content)
+
+
+def last_user_turn(task: VlmTask) -> int:
+    """Index of a task's last user turn; raises TaskError if it has none."""
+    users = [index for index, turn in enumerate(task.messages) if turn["role"] == "user"]
+    if not users:
+        roles = ", ".join(turn["role"] for turn in task.messages)
+        raise TaskError("bad_prompt", task.id, f"the question has no user turn; its turns: {roles}")
+    return users[-1]
+
+
 def score_texts(
     rewards: RewardSum,
     state: TrainerState,
     tasks: Sequence[VlmTask],
-    prompts: Sequence[str],
     texts: Sequence[str],
     tokens: Sequence[list[int]],
 ) -> RewardResult:
     """Score responses with all rewards."""
     # in TRL's form: text or chat turns, as the data set has them
-    turns = [_conversation(*row) for row in zip(tasks, prompts, texts, strict=True)]
+    turns = [_conversation(*row) for row in zip(tasks, texts, strict=True)]
     columns = columns_of(tasks, tokens)
     if rewards.reads_images:
         # the rows of a group share their task, so its images are opened once
@@ -231,12 +245,12 @@ def _names(tasks: Sequence[VlmTask]) -> list[str]:
     return sorted({name for task in tasks for name in task.columns})
 
 
-def _conversation(task: VlmTask, prompt: str, response: str) -> tuple[Any, Any]:
+def _conversation(task: VlmTask, response: str) -> tuple[Any, Any]:
     """A question and a response in the form that reward functions receive, as in TRL."""
     response = with_start(task.answer_start, response)
     # text in, text out: TRL's functions of plain prompts expect strings
     if not task.conversational:
-        return prompt, response
+        return question_text(task), response
     turns = task.messages
     # plain strings without media, as TRL's text rewards expect; content items otherwise
     if not task.images and not task.videos:

@@ -273,7 +273,6 @@ class Augmentation(RolloutStage):
         repeated = [place for place in prompts for _ in range(count)]
         result = self.recipe.score_texts(
             [tasks[place] for place in repeated],
-            [prompts[place].text for place in repeated],
             drawn.texts,
             token_lists(drawn.response_ids, drawn.mask),
             step,

@@ -108,8 +108,7 @@ class Replacing(RolloutStage, ABC):
     def with_scores(self, rows: Rollouts, step: Step) -> Rollouts:
         """Rows with the rewards of their texts; NaN if a reward failed."""
         payload = VlmPayload.of(rows)
-        asked, tokens = [prompt.text for prompt in payload.prompts], payload.sampled_tokens(rows.mask)
-        result = self.recipe.score_texts(payload.tasks, asked, payload.texts, tokens, step)
+        result = self.recipe.score_texts(payload.tasks, payload.texts, payload.sampled_tokens(rows.mask), step)
         self.recipe.errors.warn(result)
         try:
             return with_rewards(rows, result)

@@ -12,7 +12,7 @@ import numpy as np
 from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig, RewardSum, TrainerState
 from mmrl.training.processes import make_generator
-from mmrl.vlm.critic.questions import load_source, question_text, write_questions
+from mmrl.vlm.critic.questions import load_source, write_questions
 from mmrl.vlm.data.task import VlmTask, score_texts
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
@@ -91,7 +91,7 @@ def _accepted(written: list[tuple[VlmTask, str, list[int]]], reward: RewardConfi
     tasks, texts, tokens = (list(column) for column in zip(*written, strict=True)) if written else ([], [], [])
     scorer = RewardSum([reward])
     try:
-        found = score_texts(scorer, TrainerState(), tasks, list(map(question_text, tasks)), texts, tokens)
+        found = score_texts(scorer, TrainerState(), tasks, texts, tokens)
     finally:
         scorer.close()
     for name, message in found.examples.items():

@@ -103,8 +103,7 @@ class VlmAnswerer:
         samples = sample(self.policy, prompts, 1, config, draws)
         tokens = token_lists(samples.response_ids, samples.mask)
         questions = [task for task, _ in asked]
-        texts = [prompt.text for prompt in prompts]
-        result = score_texts(self.rewards, TrainerState(), questions, texts, samples.texts, tokens)
+        result = score_texts(self.rewards, TrainerState(), questions, samples.texts, tokens)
         return Answers(samples.texts, list(result.total), prompts, samples, result)
 
     def close(self) -> None:

@@ -38,8 +38,8 @@ def test_a_cut_is_worth_the_mean_reward_of_answers_that_begin_with_its_tokens(op
     recipe, scored, states = opened(), [], []
     score, value = recipe.score_texts, recipe._value
 
-    def record(tasks, prompts, texts, tokens, step):
-        found = score(tasks, prompts, texts, tokens, step)
+    def record(tasks, texts, tokens, step):
+        found = score(tasks, texts, tokens, step)
         scored.append(
             [(task.id, tuple(row), reward) for task, row, reward in zip(tasks, tokens, found.total, strict=True)]
         )

@@ -172,6 +172,11 @@ def test_it_learns_the_line(tmp_path):
     trainer.recipe.close()
 
 
+def test_a_run_that_ends_within_its_warm_up_says_so(tmp_path):
+    result = trainer_of(sac_config(tmp_path, warmup_steps=4000), tmp_path, steps=2).run()
+    assert "of the 4000 control steps of its warm-up" in result["reason"]
+
+
 def test_failed_environments_are_counted_and_never_stored(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("tests.robotics.line_sim.open_line", lambda config: LineSim(breaks=range(0, 20, 3)))
     with caplog.at_level(logging.WARNING):

@@ -43,7 +43,7 @@ def score(tasks, *rewards, functions=None, text="\\boxed{5}"):
     with contextlib.closing(RewardSum([RewardConfig(name=name) for name in rewards], functions=functions)) as terms:
         check_columns(terms, {"data": tasks})
         count = len(tasks)
-        return score_texts(terms, TrainerState(7, 9), tasks, ["q"] * count, [text] * count, [[1, 2]] * count)
+        return score_texts(terms, TrainerState(7, 9), tasks, [text] * count, [[1, 2]] * count)
 
 
 @pytest.mark.parametrize(
