@@ -133,6 +133,8 @@ def _flattened(message: Mapping[Any, Any], start: str = "", level: int = 1) -> I
 
 
 def _encode(value: Any) -> Any:
+    if isinstance(value, np.generic) and value.dtype.kind in "biuf":
+        return value.item()
     # arrays of objects hold pointers, which mean nothing elsewhere
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "biuf":
         raise TypeError(f"a message cannot contain {describe_value(value)}")

@@ -16,6 +16,7 @@ Source: Real-Time Chunking, arXiv 2506.07339, algorithm 1.
 from __future__ import annotations
 
 import contextlib
+import copy
 import logging
 import math
 import threading
@@ -40,7 +41,7 @@ LOGGER = logging.getLogger("mmrl")
 KEPT_DELAYS = 10
 """Number of latest delays, the largest of which is expected next."""
 DISCARD_S = 2.0
-"""A chunk that took longer is not executed, because the scene may have changed."""
+"""A chunk whose observation is older, or whose loop paused for longer, is not executed: the scene may have changed."""
 STALL_STEPS = 3
 """Periods without a command after which `drive` stops the arm."""
 
@@ -149,7 +150,7 @@ class RealTimeCounts:
     """How often the watchdog of `drive` stopped the arm."""
     last_error: str = ""
     latency_ms: list[float] = field(default_factory=list)
-    """Duration of each response."""
+    """Time from each request to its response."""
     delays: list[int] = field(default_factory=list)
     """Actions executed between observation and takeover, of each chunk after the first."""
     seams: list[float] = field(default_factory=list)
@@ -216,6 +217,7 @@ class RealTimeController:
         self.budget_ms = self._budget(own.latency_budget_ms or metadata.get("latency_budget_ms"))
         self.counts = RealTimeCounts()
         self._thread = ThreadPoolExecutor(1, "chunks")
+        self._pending: Future[tuple[float, Any]] | None = None
         self.reset()
 
     def reset(self) -> None:
@@ -224,26 +226,34 @@ class RealTimeController:
         self._at = 0  # entry of the chunk to execute next, which is also the control steps since its observation
         self._fresh = False  # whether that is the first entry of a chunk that took over
         self._last: NDArray[np.float32] | None = None  # last action
-        self._pending: Future[tuple[float, Any]] | None = None
+        if self._pending is not None:
+            self._pending.cancel()  # it may still wait behind one that hangs
+        self._pending = None
+        self._seen_s = self._stepped_s = math.inf  # times of the requested observation and of the last control step
         self._running = self._chunk  # rest of the chunk at the last request
         self._since = 0  # actions executed since then
         expected = math.ceil(self.budget_ms * self.control_hz / 1000)
         self._delays: deque[int] = deque([expected], maxlen=KEPT_DELAYS)
 
-    def step(self, observation: Mapping[str, Any]) -> NDArray[np.float32] | None:
+    def step(self, observation: Mapping[str, Any], seen_s: float | None = None) -> NDArray[np.float32] | None:
         """Choose the action (D,) of a control step.
 
         Args:
             observation: message of the present observation, for `infer`.
+            seen_s: `time.perf_counter()` before it was taken; None = now.
 
         Returns:
             An action of the running chunk; if they have run out, the action that stops the arm. None before the first
             chunk: the robot has not moved, and there is nothing to send.
         """
         self.counts.steps += 1
-        self._receive()
+        now = time.perf_counter()
+        if now - self._stepped_s > DISCARD_S:
+            self._at = len(self._chunk)  # the rest was meant for the scene before the pause
+        self._stepped_s = now
+        self._receive(now)
         if self._pending is None and (self._at >= self.taken or self._at >= len(self._chunk)):
-            self._request(observation)
+            self._request(observation, now if seen_s is None else seen_s)
         if self._at >= len(self._chunk):
             self.counts.starved += self._last is not None
             return self.stop_action()
@@ -272,22 +282,26 @@ class RealTimeController:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _request(self, observation: Mapping[str, Any]) -> None:
-        message = dict(observation)
+    def _request(self, observation: Mapping[str, Any], seen_s: float) -> None:
+        # copied, as robots reuse their buffers, and it is packed later in the thread
+        message = copy.deepcopy(dict(observation))
+        self._seen_s = seen_s
         self._running, self._since = self._chunk[self._at :], 0
         if self.mode == "rtc" and len(self._running):
             delay = min(max(self._delays), len(self._running))
             message["running"] = {"actions": np.ascontiguousarray(self._running), "delay": delay}
 
+        # not in the thread, where it may wait behind a request from before a reset
+        began = time.perf_counter()
+
         def timed() -> tuple[float, Any]:
-            began = time.perf_counter()
             answer = self._infer(message)
             return 1000 * (time.perf_counter() - began), answer["actions"]
 
         self._pending = self._thread.submit(timed)
 
-    def _receive(self) -> None:
-        """Take over a chunk that has arrived."""
+    def _receive(self, now_s: float) -> None:
+        """Take over a chunk that has arrived, unless it is too old."""
         if self._pending is None or not self._pending.done():
             return
         pending, self._pending = self._pending, None
@@ -305,7 +319,7 @@ class RealTimeController:
             return
         self.counts.latency_ms.append(latency_ms)
         self.counts.late += latency_ms > self.budget_ms
-        if latency_ms > 1000 * DISCARD_S:
+        if now_s - self._seen_s > DISCARD_S:
             self.counts.discarded += 1
             return
         if len(self._running):
@@ -378,6 +392,8 @@ def drive(
 ) -> RealTimeCounts:
     """Run the control loop at its rate, and stop the arm at the end, at an error and whenever the loop hangs.
 
+    It begins with `controller.reset()`: nothing of an earlier drive is executed.
+
     Args:
         observe: reads the robot's observation, as a message for the server.
         act: sends an action (D,) to the robot. The watchdog calls it from another thread.
@@ -387,6 +403,7 @@ def drive(
     Returns:
         The counts, also logged.
     """
+    controller.reset()
     pacer, counts = Pacer(controller.control_hz), controller.counts
 
     def stop() -> None:
@@ -398,7 +415,8 @@ def drive(
     try:
         for _ in range(steps):
             pacer.wait()
-            action = controller.step(observe())
+            before_s = time.perf_counter()
+            action = controller.step(observe(), before_s)
             if action is not None:
                 act(action)
                 watchdog.feed()

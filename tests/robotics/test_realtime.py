@@ -156,6 +156,66 @@ def test_late_and_old_responses_are_counted(policy, monkeypatch):
         assert controller.counts.summary().startswith("2 control steps, 0 chunks, 1 late, 1 discarded; latency p50 ")
 
 
+def test_age_counts_from_the_observation_and_not_from_the_start_of_its_computation(policy, monkeypatch):
+    monkeypatch.setattr(realtime, "DISCARD_S", 0.1)
+    with control(policy, mode="naive") as controller:
+        # a loop that hung after a quick answer
+        begin(controller, policy)
+        time.sleep(0.15)
+        assert controller.step({}) is None
+        assert (controller.counts.discarded, controller.counts.chunks) == (1, 0)
+        answer(controller, policy)
+        assert firsts(controller, 1) == [20]
+        # the rest of a running chunk after a pause: stopped, and a new one is asked for
+        time.sleep(0.15)
+        assert controller.step({}).tolist() == [0, 20]
+        wait_for(lambda: len(policy.asked) == 3)
+        # a camera that took long to answer
+        controller.reset()
+        controller.step({}, time.perf_counter() - 0.15)
+        policy.go.release()
+        answer(controller, policy)
+        assert controller.step({}) is None
+        assert controller.counts.discarded == 2
+
+
+def test_a_request_that_waits_behind_one_before_a_reset_is_late_and_old(policy, monkeypatch):
+    monkeypatch.setattr(realtime, "DISCARD_S", 0.1)
+    with control(policy, latency_budget_ms=100.0) as controller:
+        controller.step({"at": "before"})
+        wait_for(lambda: len(policy.asked) == 1)
+        for at in ("never asked", "after"):
+            controller.reset()
+            controller.step({"at": at})
+        time.sleep(0.15)
+        policy.go.release()
+        answer(controller, policy)
+        assert controller.step({}) is None
+        assert [message.get("at") for message in policy.asked[:2]] == ["before", "after"]
+        assert (controller.counts.late, controller.counts.discarded, controller.counts.chunks) == (1, 1, 0)
+
+
+def test_a_drive_begins_without_the_chunk_of_the_last_one(policy):
+    for _ in range(40):
+        policy.go.release()
+    seen, sent = [], []
+    with control(policy, METADATA | {"control_hz": 100.0}, mode="naive") as controller:
+        drive(lambda: {}, seen.append, controller, steps=8)
+        chunks = controller.counts.chunks
+        drive(lambda: {}, lambda action: sent.append(float(action[0])), controller, steps=8)
+    assert seen
+    assert sent[0] >= 10 * (chunks + 1)
+
+
+def test_observations_are_copied(policy):
+    image = np.zeros(2, np.uint8)
+    with control(policy) as controller:
+        controller.step({"nested": {"image": image}})
+        image[:] = 1
+        answer(controller, policy)
+        assert policy.asked[0]["nested"]["image"].tolist() == [0, 0]
+
+
 @pytest.mark.parametrize(
     ("metadata", "settings", "said"),
     [

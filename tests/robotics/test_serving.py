@@ -314,6 +314,8 @@ def test_own_messages_are_unpacked_as_packed():
     np.testing.assert_array_equal(found["a/b"], message["a"]["b"])
     assert found["e"].shape == (0, 2)
     assert own_unpack(own_pack({"n": {b"__npgeneric__": True, b"data": 3, b"dtype": "<i8"}})) == {"n": 3}
+    numbers = {"rate": np.float32(20), "step": np.int64(3), "last": np.bool_(True)}
+    assert own_unpack(own_pack(numbers)) == {"rate": 20.0, "step": 3, "last": True}
 
 
 def test_a_policy_that_raises_fails_its_own_message_only(caplog):
