@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from mmrl.recipes import RecipeEntry
 
 ConfigT = TypeVar("ConfigT")
+TEXTS = (str, str | None)
+ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|\d[\d_]*(:[0-5]?\d)+|\d+_[\d_]*)")
+"""Octal and sexagesimal numbers, and digits with underscores, which are seldom meant as such."""
 
 
 def load_run(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RecipeEntry, Any]:
@@ -157,7 +160,7 @@ def save(config: Any, path: Path) -> None:
 def to_container(config: Any) -> dict[str, Any]:
     """Plain nested dict of a configuration, as saved with the run and read again by `load_run`.
 
-    A value that was given with `${oc.env:NAME}` is saved as it was given, so that a secret is in no file of the run.
+    A text that was given with `${oc.env:NAME}` is saved as it was given, so that a secret is in no file of the run.
     """
     found: dict[str, Any] = escaped(dataclasses.asdict(config))
     # values that were read from the environment go back to their reference, so that a secret stays out of the file
@@ -203,11 +206,29 @@ def _with_overrides(values: Any, overrides: Sequence[str]) -> Any:
         key, equals, _ = text.partition("=")
         if not equals or not key.strip():
             raise UserError(f"override '{text}' is not of the form a.b=c")
+        _check_override(values, text)
     try:
         # overrides come last, so they win over the file
         return _merged(values, OmegaConf.from_dotlist(list(overrides))) if overrides else values
     except Exception as error:
         raise UserError(f"overrides {list(overrides)} cannot be read: {_first_line(error)}") from error
+
+
+def _check_override(values: Any, text: str) -> None:
+    """Refuse an override of one entry of a list, and whole numbers that YAML 1.1 reads as another one."""
+    from omegaconf import ListConfig, OmegaConf
+
+    key, _, value = text.partition("=")
+    if ODD_NUMBER.fullmatch(value.strip()):
+        quoted = f"'{key}=\"{value.strip()}\"'"
+        raise UserError(
+            f"override '{text}': YAML reads the value as {_reads_as(value)[0]!r}; for a text write {quoted}"
+        )
+    *parents, _ = key.replace("[", ".").split(".")
+    for number in range(len(parents)):
+        parent = ".".join(parents[: number + 1])
+        if isinstance(OmegaConf.select(values, parent, throw_on_missing=False), ListConfig):
+            raise UserError(f"override '{text}': {parent} is a list, which is replaced as a whole: {parent}=[...]")
 
 
 def _merged(base: Any, changes: Any) -> Any:
@@ -260,6 +281,8 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
         base = content.pop("extends", None)
         if base is None:
             return content
+        if not isinstance(base, str):
+            raise UserError(f"{path}: `extends:` is {base}; expected the path of one file")
         # a path in `extends` is relative to the file that names it
         return _merged(_read_yaml(path.parent / str(base), (*parents, path.resolve())), content)
     except (OmegaConfBaseException, TypeError, ValueError) as error:  # omegaconf passes some of Python's own errors on
@@ -409,7 +432,8 @@ def _references(given: Any, read: Any, path: tuple[Any, ...] = ()) -> Iterator[t
     """Path, given text and value of texts that refer to others, any of which may lead to an environment variable."""
     if isinstance(given, str):
         # the output folder names the run, and is saved as it was read
-        if "${" in given and path != ("output_dir",):
+        # a number is no secret, and a resumed run compares it
+        if "${" in given and isinstance(read, str) and path != ("output_dir",):
             yield path, given, read
         return
     pairs = given.items() if isinstance(given, dict) else enumerate(given) if isinstance(given, list) else ()
@@ -441,6 +465,8 @@ def _remove_nulls(schema: type[Any], values: Any, where: str) -> None:
         of_dicts = typing.get_origin(hint) is dict
         if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(part, DictConfig):
             _remove_nulls(hint, part, f"{where}{name}.")
+        elif hint in TEXTS and isinstance(part, bool | float):
+            raise UserError(f"'{where}{name}' is a text, but YAML reads its value as {part!r}; write it in quotes")
         elif of_dicts and part is None:
             _refuse_null_block(f"{where}{name}", item.metadata.get("kinds"))
             values[name] = {}

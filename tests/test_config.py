@@ -95,6 +95,7 @@ def test_values_of_the_environment_are_saved_as_references(write, tmp_path, monk
     assert found == ("token s3cr3t", "token s3cr3t", "${x}", 7)
     save(config, tmp_path / "saved.yaml")
     assert "s3cr3t" not in (tmp_path / "saved.yaml").read_text()
+    assert to_container(config)["trainer"]["steps"] == 7, "a resumed run compares numbers"
     _, again = load_run(tmp_path / "saved.yaml")
     assert again == config
     assert to_container(again) == to_container(config)
@@ -246,11 +247,34 @@ def test_a_split_keeps_the_reference_that_it_inherits(write, monkeypatch):
     saved = to_container(config)
     for part in (saved["data"], saved["eval_data"]["a"]):
         assert part["system_prompt"] == "${oc.env:MMRL_TEST_TOKEN}"
-        assert part["max_prompt_chars"] == "${oc.env:MMRL_TEST_STEPS}"
+        assert part["max_prompt_chars"] == 7
     copied = dataclasses.replace(copy.deepcopy(config).data, path="other")
     assert as_given({"x": [copied.system_prompt, "".join(["s3cr", "3t"])]}) == {
         "x": ["${oc.env:MMRL_TEST_TOKEN}", "s3cr3t"]
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "override", "message"),
+    [
+        ("output_dir: yes\n", "seed=1", "'output_dir' is a text, but YAML reads its value as True"),
+        ("", "output_dir=1e3", "'output_dir' is a text, but YAML reads its value as 1000.0"),
+        ("", "output_dir=0012", "YAML reads the value as 10; for a text write 'output_dir=\"0012\"'"),
+        ("", "trainer.steps=010", "YAML reads the value as 8"),
+        ("", "output_dir=12:30:45", "YAML reads the value as 45045"),
+        ("", "rewards.0.weight=2", "rewards is a list, which is replaced as a whole"),
+        ("", "rewards[0].weight=2", "rewards is a list, which is replaced as a whole"),
+        ("", "trainer.betas=[0.9,1.0]", "each in"),
+        ("", "trainer.adam_eps=-1", "at least 0"),
+        ("trainer: {schedule: linear, final_learning_rate: -1.0}\n", "seed=1", "at least 0"),
+        ("extends: [a.yaml, b.yaml]\n", "seed=1", "expected the path of one file"),
+    ],
+)
+def test_values_that_would_be_misread_are_refused(write, text, override, message):
+    with pytest.raises(UserError) as error:
+        load_run(write(GOOD + text), [override])
+    assert message in str(error.value)
+    assert load_run(write(GOOD), ['output_dir="0012"', "data.split=1234567"])[1].data.split == "1234567"
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))

@@ -27,6 +27,7 @@ from mmrl.core.returns import explained_variance
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.runs.run_log import stopwatch
+from mmrl.training.optimizer import load_optimizer
 from mmrl.training.processes import (
     deal,
     from_all,
@@ -265,7 +266,7 @@ class CriticTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.critic.load_state_dict(state["critic"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self._optimizer, state["optimizer"])
         self.updates = int(state["updates"])
 
 

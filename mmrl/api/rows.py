@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 from collections.abc import Iterable, Mapping
+from datetime import date, time
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,8 @@ def _cell(value: Any, where: str, folder: Path, media: bool = False) -> Any:
         return {str(key): _cell(each, f"{where}[{key!r}]", folder, key in MEDIA) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_cell(each, f"{where}[{number}]", folder, media) for number, each in enumerate(value)]
+    if isinstance(value, date | time):
+        return value.isoformat()
     if isinstance(value, bytes):
         return _stored(value, where, folder)
     if hasattr(value, "getexif"):
@@ -130,7 +133,7 @@ def _array(value: Any, where: str, folder: Path) -> Any:
 
     array = np.asarray(value)
     if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
-        return array.tolist()
+        return _cell(array.tolist(), where, folder)
     from PIL import Image
 
     return _stored(_png(Image.fromarray(array), where), where, folder)

@@ -6,8 +6,11 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, time, timedelta
+from numbers import Number
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 import torch
@@ -60,11 +63,15 @@ def _plain(value: Any, files: list[Any]) -> Any:
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous()
         return {"tensor": [str(value.dtype), list(value.shape), _digest(value.reshape(-1).view(torch.uint8).numpy())]}
+    if isinstance(value, np.ndarray) and value.dtype == object:
+        return value.tolist()
     if isinstance(value, np.ndarray | np.generic):
         array = np.ascontiguousarray(value)
         return {"array": [str(array.dtype), list(array.shape), _digest(array.tobytes())]}
     if isinstance(value, Mapping):
         return {str(key): item for key, item in value.items()}
+    if isinstance(value, Number | date | time | timedelta | UUID):
+        return {type(value).__name__: repr(value)}
     if isinstance(value, set | frozenset):
         return sorted(map(repr, value))
     if hasattr(value, "tobytes"):  # a PIL image

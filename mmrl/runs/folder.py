@@ -17,7 +17,7 @@ from typing import Self
 
 from mmrl.config import as_override, escaped
 from mmrl.errors import UserError
-from mmrl.files import output_folder, read_text, remove_drafts
+from mmrl.files import output_folder, read_text
 from mmrl.runs.records import STEP_NAME, read_jsonl
 
 EARLIER = "earlier"
@@ -56,13 +56,6 @@ def resume_command(run_dir: Path) -> str:
     """Command that continues a run."""
     folder = as_override("output_dir", escaped(str(run_dir)))
     return shlex.join(["mmrl", "train", str(run_dir / "config.yaml"), folder, "--resume"])
-
-
-def remove_partial(run_dir: Path) -> None:
-    """Delete the files that a killed process had not finished; every file is first written under a partial name."""
-    remove_drafts(run_dir)
-    for path in run_dir.rglob("*.partial"):  # of earlier releases
-        path.unlink(missing_ok=True)
 
 
 def set_aside(run_dir: Path) -> Path | None:

@@ -274,7 +274,7 @@ def on_every_machine(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         yield
         return
     receives = lacks and accelerator.is_local_main_process
-    # under a temporary name, which remove_partial deletes after a kill
+    # under a temporary name, which Checkpoints.remove_partial deletes after a kill
     draft = folder.with_name(f"{TEMPORARY_PREFIX}received-{folder.name}") if receives else None
     _send(folder, draft, accelerator)
     # no process reads it before it is whole

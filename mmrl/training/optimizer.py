@@ -97,6 +97,20 @@ def make_optimizer(
     )
 
 
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any], *, scheduled: bool = False) -> None:
+    """Load the moments of an optimiser, which keeps the settings that it was made with.
+
+    torch would take over those of the state too, so that a resumed run would ignore changed ones. With `scheduled`,
+    the rate is set before each step, and the one of the state is the last that was used.
+    """
+    settings = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        kept = {"params": group["params"]} | ({"lr": group["lr"]} if scheduled else {})
+        group.clear()
+        group.update(own | kept)
+
+
 def divide(recipe: Recipe[Any, Any], accelerator: Accelerator, reference: Reference) -> None:
     """Shard the trained weights and those of references if the configuration requires it."""
     if recipe.config.trainer.sharding == "none":

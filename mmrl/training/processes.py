@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState, is_initialized
-from accelerate.utils import InitProcessGroupKwargs, gather_object
+from accelerate.utils import GradientAccumulationPlugin, InitProcessGroupKwargs, gather_object
 from torch import Tensor, nn
 
 from mmrl.core.loss import Metric
@@ -69,6 +69,9 @@ def make_accelerator(mixed_precision: str = "none", timeout_minutes: float = 240
         AcceleratorState._reset_state()  # of an earlier run in this process, which accelerate keeps
     accelerator = Accelerator(
         mixed_precision=precision,
+        # both given, or accelerate would take them from its environment variables: it divides losses by the first
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),
+        dynamo_backend="no",
         cpu=world > 1 and not torch.accelerator.is_available(),  # else each process would run alone, in one folder
         kwargs_handlers=[patience],
     )

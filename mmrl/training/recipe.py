@@ -222,7 +222,6 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
 
     def micro_batches(self, minibatch: Rollouts, rows: int, *, whole_groups: bool) -> Iterator[Rollouts]:
         """Split an optimiser step into parts whose losses add up; see `Rollouts.micro_batches`."""
-        # overridden by recipes that pack rows in another way
         return minibatch.micro_batches(rows, whole_groups=whole_groups)
 
     def plus_terms(
@@ -622,6 +621,8 @@ class Reference:
         self._policy = policy
         # an adapter needs no copy: the model without it is the reference
         self.copy = _frozen_copy(policy) if kind in ("frozen", "ema") else None
+        if kind == "ema" and any(weight.requires_grad and weight.dtype.itemsize < 4 for weight in policy.parameters()):
+            raise UserError("reference.kind ema requires float32 weights: others round the steps of the average away")
 
     def score(self, scorer: Callable[[nn.Module], ScoresT]) -> ScoresT:
         """Call `scorer` on the reference, without gradient."""
@@ -639,8 +640,7 @@ class Reference:
             # each process averages its own parts; both sides are sharded alike
             with torch.no_grad(), in_parts(self.copy):
                 for mean, value in zip(self.copy.parameters(), self._policy.parameters(), strict=True):
-                    # frozen weights are equal in both
-                    if value.requires_grad:
+                    if value.requires_grad:  # frozen weights are equal in both
                         # mean <- decay mean + (1 - decay) value, in the precision of the mean
                         local(mean).lerp_(local(value).to(mean.dtype), 1.0 - self.decay)
 

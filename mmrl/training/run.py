@@ -322,7 +322,10 @@ def read_result(run_dir: Path) -> dict[str, Any]:
 
 def last_model(run_dir: Path) -> Path:
     """Folder of the model in a run's newest checkpoint."""
-    return max(run_dir.glob("checkpoints/step-*")) / "model"
+    from mmrl.runs.checkpoint import Checkpoints
+
+    checkpoints = Checkpoints(run_dir / "checkpoints", 0)
+    return checkpoints.path(checkpoints.steps()[-1]) / "model"
 
 
 def _train(
@@ -454,6 +457,17 @@ def _check_folder(run_dir: Path, resume: bool) -> None:
         raise UserError(
             f"{run_dir} already contains a run; {hint}, choose another output_dir=..., or delete the folder"
         )
+    if not has_begun(run_dir) and not (run_dir / NAMED_FILES).exists():
+        # what a run writes or removes; an evaluation alone writes a report
+        for name in (
+            "config.yaml",
+            "reference",
+            *(() if (run_dir / "evaluations.jsonl").exists() else ("report.html",)),
+        ):
+            if (run_dir / name).exists():
+                raise UserError(
+                    f"output_dir {run_dir} has a {name} that no run wrote; choose another output_dir=..., or move it"
+                )
     if resume and not has_begun(run_dir) and not (run_dir / "config.yaml").is_file():
         raise UserError(f"nothing to resume: {run_dir} does not contain a run")
 

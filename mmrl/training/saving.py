@@ -15,9 +15,10 @@ from accelerate import Accelerator
 
 from mmrl.core.state import Stateful
 from mmrl.errors import RunError, UserError
+from mmrl.files import remove_drafts
 from mmrl.runs.checkpoint import Checkpoints, link_or_copy
 from mmrl.runs.fingerprint import weights_digest
-from mmrl.runs.folder import remove_partial, set_aside
+from mmrl.runs.folder import set_aside
 from mmrl.runs.run_log import RunLog
 from mmrl.runs.statistics import HEADLINES
 from mmrl.training.machines import in_first_process, on_every_machine
@@ -70,7 +71,7 @@ class RunSaver:
         """Remove leftovers of a run that was deleted or stopped before its first checkpoint."""
         # one process writes; the others wait at the next collective call
         if self.accelerator.is_main_process:
-            remove_partial(self.run_dir)
+            remove_drafts(self.run_dir)
             shutil.rmtree(self.run_dir / "reference", ignore_errors=True)
 
     def scheduled(self, step: int) -> bool:
@@ -136,7 +137,7 @@ class RunSaver:
         """Restore the newest checkpoint."""
         main = self.accelerator.is_main_process
         if main:
-            remove_partial(self.run_dir)
+            remove_drafts(self.run_dir)
             self.checkpoints.remove_partial()
             if from_last_good and self.checkpoints.steps():
                 self.checkpoints.set_damaged_aside()

@@ -45,13 +45,13 @@ class BaseTrainerConfig:
     """constant, linear or cosine decay to `final_learning_rate` after the warm-up."""
     warmup_steps: int = bounded(0, at_least=0)
     """Number of optimiser steps over which the rate rises linearly from 0."""
-    final_learning_rate: float = rare(only_with(0.0, schedule=("linear", "cosine")))
+    final_learning_rate: float = rare(only_with(bounded(0.0, at_least=0), schedule=("linear", "cosine")))
     """Learning rate at the end of a linear or cosine schedule."""
     weight_decay: float = bounded(0.0, at_least=0)
     """Decoupled weight decay."""
-    betas: list[float] = rare(bounded([0.9, 0.999], length=2))
+    betas: list[float] = rare(bounded([0.9, 0.999], length=2, at_least=0, below=1))
     """Decay rates of AdamW's two moments."""
-    adam_eps: float = rare(1e-8)
+    adam_eps: float = rare(bounded(1e-8, at_least=0))
     """Constant added to AdamW's denominator."""
     max_grad_norm: float = bounded(1.0, at_least=0)
     """Global gradient norm above which gradients are scaled down; 0 disables it."""

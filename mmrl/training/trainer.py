@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cached_property
 from pathlib import Path
@@ -28,7 +28,6 @@ from mmrl.core.loss import Metric, merge_metrics, metric_values, plain_metrics
 from mmrl.core.payload import to_device
 from mmrl.core.rollouts import PLACE, TASK, Rollouts
 from mmrl.errors import RunError, RunStopped, UserError
-from mmrl.runs.folder import DONE, NOTHING_LEARNED
 from mmrl.runs.run_log import RunLog, batch_metrics, restart_peak_memory, stopwatch
 from mmrl.runs.tracking import Tracker
 from mmrl.training.processes import (
@@ -49,7 +48,7 @@ from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, make_referenc
 from mmrl.training.saving import RunSaver
 from mmrl.training.scoring import EveryRewardFailedError, score_everywhere
 from mmrl.training.settings import BaseRunConfig, ReferenceConfig
-from mmrl.training.update import Updater, Updates, has_advantage, needs_reference, unscored, update_constants
+from mmrl.training.update import Updater, Updates, has_advantage, needs_reference, outcome, unscored, update_constants
 
 LOGGER = logging.getLogger("mmrl")
 CLOSE = 1e-3
@@ -132,40 +131,6 @@ class RunCounts:
 
     def _since(self, name: str, counter: Mapping[str, float]) -> dict[str, float]:
         return {key: count - self._known[name][key] for key, count in counter.items()}
-
-
-def outcome(recipe: Recipe[Any, Any], updater: Updates, log: RunLog, steps: int) -> dict[str, str]:
-    """Status of a run at its last step; if it learned nothing, also the reason, which is logged as a warning.
-
-    Every process calls it.
-    """
-    learning = "critic" if recipe.critic_only else "policy"
-    # 0 optimiser steps in 0 steps is no failure
-    if steps and not updater.optimiser_step:
-        causes = "; ".join(_causes(recipe, updater, log)) or recipe.no_signal
-        reason = f"nothing was learned: the optimiser took no step in {steps} steps, because {causes}"
-        log.warnings.say(steps, NOTHING_LEARNED, f"{reason}; check the samples in the report and their rewards")
-        return {"status": NOTHING_LEARNED, "reason": reason}
-    if steps and not updater.moved:
-        log.warnings.say(
-            steps,
-            "nothing_moved",
-            f"no weight of the {learning} changed in {steps} steps, although the optimiser took "
-            f"{updater.optimiser_step}; check the rewards and the learning rate",
-        )
-    return {"status": DONE}
-
-
-def _causes(recipe: Recipe[Any, Any], updater: Updates, log: RunLog) -> Iterator[str]:
-    """Reason why no optimiser step was taken, from the run's counts."""
-    totals = log.totals
-    if updater.skipped:
-        yield f"{updater.skipped} were skipped because of non-finite numbers"
-    if totals["groups"] and totals["unscored"] == totals["rows"]:
-        yield f"none of {totals['rows']} samples could be scored"
-    elif not recipe.supervised and not totals["kept"] and not isinstance(recipe.objective.filter, KeepAll):
-        chosen = recipe.objective.filter
-        yield f"objective.filter '{chosen.kind}' kept none of {totals['groups']} groups ({chosen.formula()})"
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)

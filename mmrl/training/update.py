@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,12 +16,14 @@ from torch import Tensor, nn
 
 from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
+from mmrl.core.blocks.filter import KeepAll
 from mmrl.core.loss import Denominators, Metric, PolicyOutputs, count, merge_metrics, metric_values, plain_metrics
 from mmrl.core.payload import sum_of_bits, to_host
 from mmrl.core.rollouts import COLLISION, KEEPS_OLD, Rollouts
 from mmrl.errors import RunError
 from mmrl.files import replaced
-from mmrl.runs.run_log import stopwatch
+from mmrl.runs.folder import DONE, NOTHING_LEARNED
+from mmrl.runs.run_log import RunLog, stopwatch
 from mmrl.training.optimizer import (
     FACTOR,
     LossScale,
@@ -29,6 +31,7 @@ from mmrl.training.optimizer import (
     check_precision,
     divide,
     learning_rate_factor,
+    load_optimizer,
     make_optimizer,
     to_natural_steps,
 )
@@ -303,7 +306,7 @@ class Updater:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
-        self.optimizer.load_state_dict(scatter_state(self.optimizer, state["optimizer"]))
+        load_optimizer(self.optimizer, scatter_state(self.optimizer, state["optimizer"]), scheduled=True)
         self.optimiser_step = int(state["optimiser_step"])
         # resumed counters keep schedules and logs of the interrupted run
         self.skipped = int(state["skipped"])
@@ -598,3 +601,45 @@ def _over_steps(taken: list[dict[str, float]]) -> dict[str, float]:
     names = dict.fromkeys(name for metrics in taken for name in metrics)
     columns = {name: [metrics[name] for metrics in taken if name in metrics] for name in names}
     return {n: max(values) if n.endswith("_max") else sum(values) / len(values) for n, values in columns.items()}
+
+
+def outcome(recipe: Recipe[Any, Any], updater: Updates, log: RunLog, steps: int) -> dict[str, str]:
+    """Status of a run at its last step; if it learned nothing, also the reason, which is logged as a warning.
+
+    Every process calls it.
+    """
+    learning = "critic" if recipe.critic_only else "policy"
+    # 0 optimiser steps in 0 steps is no failure
+    if steps and not updater.optimiser_step:
+        causes = "; ".join(_causes(recipe, updater, log)) or recipe.no_signal
+        reason = f"nothing was learned: the optimiser took no step in {steps} steps, because {causes}"
+        log.warnings.say(steps, NOTHING_LEARNED, f"{reason}; check the samples in the report and their rewards")
+        return {"status": NOTHING_LEARNED, "reason": reason}
+    warmup = recipe.config.trainer.warmup_steps
+    if steps and updater.optimiser_step < warmup:
+        log.warnings.say(
+            steps,
+            "warm_up",
+            f"the learning rate never reached its peak: the run took {updater.optimiser_step} optimiser steps, "
+            f"fewer than trainer.warmup_steps ({warmup})",
+        )
+    if steps and not updater.moved:
+        log.warnings.say(
+            steps,
+            "nothing_moved",
+            f"no weight of the {learning} changed in {steps} steps, although the optimiser took "
+            f"{updater.optimiser_step}; check the rewards and the learning rate",
+        )
+    return {"status": DONE}
+
+
+def _causes(recipe: Recipe[Any, Any], updater: Updates, log: RunLog) -> Iterator[str]:
+    """Reason why no optimiser step was taken, from the run's counts."""
+    totals = log.totals
+    if updater.skipped:
+        yield f"{updater.skipped} were skipped because of non-finite numbers"
+    if totals["groups"] and totals["unscored"] == totals["rows"]:
+        yield f"none of {totals['rows']} samples could be scored"
+    elif not recipe.supervised and not totals["kept"] and not isinstance(recipe.objective.filter, KeepAll):
+        chosen = recipe.objective.filter
+        yield f"objective.filter '{chosen.kind}' kept none of {totals['groups']} groups ({chosen.formula()})"

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.fields import SET, bounded, choice, only_with, rare
+from mmrl.training.optimizer import load_optimizer
 from robotics.offpolicy.q_ensemble import QEnsemble
 from robotics.offpolicy.sac_losses import (
     LOG_ALPHA,
@@ -239,7 +240,7 @@ class SacLearner:
         with torch.no_grad():
             self.log_alpha.copy_(state["log_alpha"])
         for name, one in self.optimizers.items():
-            one.load_state_dict(state["optimizers"][name])
+            load_optimizer(one, state["optimizers"][name])
         self.updates = int(state["updates"])
 
     def _update_critics(self, batch: TransitionBatch, generator: torch.Generator) -> dict[str, float]:

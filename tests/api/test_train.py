@@ -246,6 +246,13 @@ def test_a_data_frame_gives_its_rows(tmp_path):
     ]
 
 
+def test_nested_arrays_of_a_data_frame_become_lists(tmp_path):
+    nested = np.array([np.array(["a", "b"], object), np.array(["c"], object)], object)
+    rows = [{"prompt": "say 1", "answer": "1", "parts": nested, "day": np.datetime64("2026-01-02")}]
+    (row,) = [json.loads(line) for line in Path(place(rows, tmp_path, "train")).read_text().splitlines()]
+    assert (row["parts"], row["day"]) == ([["a", "b"], ["c"]], "2026-01-02")
+
+
 def test_images_of_rows_are_those_of_their_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3) * 10

@@ -187,6 +187,16 @@ def test_existing_run_is_not_overwritten(toy_config, capsys):
     assert (run_dir / "metrics.jsonl").read_text() == "{}\n"
 
 
+@pytest.mark.parametrize("name", ["config.yaml", "report.html", "reference/mine.txt"])
+def test_files_that_no_run_wrote_are_kept(toy_config, name, capsys):
+    mine = toy_config.parent / "run" / name
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine")
+    assert main(["train", str(toy_config)]) == 2
+    assert f"has a {name.partition('/')[0]} that no run wrote" in one_error_line(capsys)
+    assert mine.read_text() == "mine"
+
+
 def test_evaluate_refuses_a_folder_that_is_not_a_run(tmp_path, capsys):
     assert main(["evaluate", str(tmp_path)]) == 2
     assert "no config.yaml" in one_error_line(capsys)

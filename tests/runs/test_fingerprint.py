@@ -1,6 +1,9 @@
 """The digest of a data set and its sensitivity to changes."""
 
 from dataclasses import dataclass, field, replace
+from datetime import date, timedelta
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -57,6 +60,13 @@ VALUES = [
     Image.new("RGB", (3, 2)),
     Image.new("RGB", (2, 3), (0, 0, 1)),
     "\ud800",
+    Decimal("1.0"),
+    Decimal("2.0"),
+    Fraction(1, 2),
+    date(2026, 1, 1),
+    date(2026, 1, 2),
+    timedelta(1),
+    np.array([["a"], ["b"]], object),
 ]
 
 

@@ -21,6 +21,7 @@ from mmrl.agents.rollout.episodes import Episode, pack_episodes
 from mmrl.core.payload import to_device, to_host
 from mmrl.core.returns import turn_starts
 from mmrl.fields import bounded, rare
+from mmrl.training.optimizer import load_optimizer
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.rows import text_prompt
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
@@ -136,7 +137,7 @@ class Fitter(Generic[CriticT]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore `state_dict`."""
         self.critic.load_state_dict(state["critic"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self._optimizer, state["optimizer"])
 
 
 def perceptron(size: int, hidden: int, outputs: int = 2) -> nn.Sequential:

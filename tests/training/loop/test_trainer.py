@@ -13,7 +13,8 @@ from mmrl.core.loss import Denominators
 from mmrl.errors import RunError, UserError
 from mmrl.training import update
 from mmrl.training.optimizer import learning_rate_factor
-from mmrl.training.recipe import Step
+from mmrl.training.processes import make_accelerator
+from mmrl.training.recipe import Reference, Step
 from mmrl.training.settings import CheckpointConfig, ReferenceConfig, TrainerConfig
 from mmrl.training.trainer import TaskStream
 from mmrl.training.update import count_denominators, update_constants
@@ -68,6 +69,37 @@ def test_resumed_run_ends_with_the_bits_of_an_uninterrupted_one(make_trainer, ki
     result = resumed.run()
     assert same(weights(whole), weights(resumed))
     assert result["samples"] == 6 * 12
+
+
+def test_a_resumed_run_takes_its_new_optimiser_settings(make_trainer):
+    make_trainer("run", steps=2).run()
+    resumed = make_trainer("run", steps=4, weight_decay=0.5, betas=[0.5, 0.9], adam_eps=1e-3)
+    resumed.resume()
+    groups = resumed.updater.optimizer.param_groups
+    assert {group["weight_decay"] for group in groups} <= {0.5, 0.0}
+    assert groups[0]["weight_decay"] == 0.5
+    assert {(*group["betas"], group["eps"]) for group in groups} == {(0.5, 0.9, 1e-3)}
+    assert resumed.updater.optimizer.state, "the moments are those of the run"
+
+
+def test_environment_variables_of_accelerate_do_not_scale_gradients(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    accelerator = make_accelerator()
+    assert accelerator.gradient_accumulation_steps == 1
+    layer = torch.nn.Linear(1, 1)
+    assert accelerator.prepare_model(layer) is layer
+
+
+def test_an_ema_reference_of_low_precision_weights_is_refused():
+    with pytest.raises(UserError, match="ema requires float32"):
+        Reference("ema", torch.nn.Linear(1, 1).bfloat16(), 0.9)
+
+
+def test_a_run_that_ends_within_its_warm_up_warns(make_trainer):
+    trainer = make_trainer(steps=2, warmup_steps=50)
+    trainer.run()
+    assert "the learning rate never reached its peak" in trainer.log.warnings.said["warm_up"]
 
 
 @pytest.mark.slow
