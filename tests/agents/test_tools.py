@@ -23,6 +23,7 @@ from mmrl.errors import UserError
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.settings import TrainerConfig
+from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.model.model_config import ModelConfig
@@ -107,9 +108,13 @@ def test_the_pool_passes_the_schemas_on():
 def test_the_template_describes_tools_and_results_have_their_role(kind, tiny_folders, language_model):
     plain = load_policy(ModelConfig(path=str(language_model if kind == "language" else tiny_folders[kind])))
     tools = ToolEnvironment(**OPTIONS).tools
-    with pytest.raises(UserError, match="chat template does not support tools"):
+    with pytest.raises(UserError, match="chat template does not show tools"):
         Writer(plain, ConversationConfig(tools=True), "", tools).begin(AgentTask("t"), Observation("2 + 3?"))
+    asked = VlmTask("t", [{"role": "user", "content": [{"type": "text", "text": "2 + 3?"}]}], tools=tools)
+    with pytest.raises(UserError, match="chat template does not show tools"):
+        plain.encode(asked)
     policy = with_tools(plain)
+    assert "add(a,b)" in policy.encode(asked).text
     writer = Writer(policy, ConversationConfig(tools=True), "", tools)
     conversation = writer.begin(AgentTask("t"), Observation("2 + 3?"))
     assert "# Tools\nadd(a,b)\nfail(text)\n" in conversation.parts[0].prompt.text

@@ -126,9 +126,7 @@ def test_part_of_a_trace_is_rounded_up_to_tokens(policies):
 def test_hard_questions_get_hints_and_easy_ones_noise(make_recipe):
     recipe = make_recipe(**{"augmentation.hint_max": 1.0})
     set_difficulty(recipe, q0=-5.0, q1=0.9, q2=0.5)
-    recipe.score_texts = lambda tasks, texts, tokens, step: RewardResult(
-        [float(len(text)) for text in texts], {}
-    )
+    recipe.score_texts = lambda tasks, texts, tokens, step: RewardResult([float(len(text)) for text in texts], {})
     asked = recipe.stages[0].before(recipe.policy, recipe.train_tasks[:4], Streams(0), Step())
     hinted, noised, usual, new = asked
     assert isinstance(hinted, AugmentedTask)

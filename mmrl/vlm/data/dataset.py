@@ -274,7 +274,26 @@ def _make_task(row: DataRow, layout: _Layout, config: DataConfig, seen: set[str]
         columns,
         conversational=not isinstance(prompt, str),
         max_image_pixels=config.max_image_pixels,
+        tools=_tools(row.cells.get("tools")),
     )
+
+
+def _tools(cell: Any) -> list[dict[str, Any]]:
+    """Function schemas of a row's column `tools`, a list or its JSON text, as in TRL; empty for anything else."""
+    if isinstance(cell, str):
+        try:
+            cell = json.loads(cell)
+        except ValueError:
+            return []
+    schemas = [_filled(tool) for tool in cell] if isinstance(cell, list) else []
+    return schemas if all(isinstance(tool, dict) and "name" in (tool.get("function") or ()) for tool in schemas) else []
+
+
+def _filled(part: Any) -> Any:
+    """Nested content without the nulls that tables add where other rows have an entry."""
+    if isinstance(part, dict):
+        return {key: _filled(value) for key, value in part.items() if value is not None}
+    return [_filled(each) for each in part] if isinstance(part, list) else part
 
 
 def _answer(row: DataRow, layout: _Layout, place: str) -> Any:

@@ -326,7 +326,8 @@ def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], form:
         raise TaskError("bad_prompt", task.id, f"the chat template rejects it: {error}") from error
     if task.tools and task.tools[0]["function"]["name"] not in rendered:
         raise UserError(
-            "the model's chat template does not support tools; remove conversation.tools, or add tools to the template"
+            "the model's chat template does not show tools; remove them (conversation.tools, or the column `tools` of "
+            "the data), or set model.chat_template to a template that shows them"
         )
     return str(rendered)
 

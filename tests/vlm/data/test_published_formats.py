@@ -46,6 +46,20 @@ def score(tasks, *rewards, functions=None, text="\\boxed{5}"):
         return score_texts(terms, TrainerState(7, 9), tasks, [text] * count, [[1, 2]] * count)
 
 
+@pytest.mark.parametrize("as_text", [False, True])
+def test_tools_of_a_row_reach_its_question(tmp_path, as_text):
+    weather = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+    cell = [weather | {"strict": None}]
+    rows = [
+        {"prompt": "q", "answer": "1", "tools": json.dumps(cell) if as_text else cell},
+        {"prompt": "q", "answer": "1", "tools": ["hammer"]},
+        {"prompt": "q", "answer": "1", "tools": None},
+    ]
+    tasks = load(tmp_path, *rows)
+    assert [task.tools for task in tasks] == [[weather], [], []]
+    assert tasks[1].columns["tools"] == ["hammer"]
+
+
 @pytest.mark.parametrize(
     ("name", "own"),
     [
