@@ -42,20 +42,19 @@ def last_value(experiment: ExperimentConfig, plan: RunPlan, metric: str) -> floa
     if not is_finished(plan):
         return None
     if experiment.metric_over == "steps" and metric == experiment.metric:
-        known = [number for row in _steps(plan) if math.isfinite(number := _number(row, metric))]
+        known = [value for row in logged_steps(plan) if math.isfinite(value := number(row, metric))]
         return sum(known) / len(known) if known else None
-    counted = slice(0, 1) if plan.reads == "start" else slice(-1, None)
-    sources = [(record, metric) for record in evaluations(experiment, plan)[counted]]
+    sources = [(evaluations(experiment, plan), metric)]
     if metric in experiment.secondary_metrics:
         split, _, name = metric.partition("/")
-        others = [record for record in _all_evaluations(plan) if record.get("split") == split]
-        sources += [(record, name) for record in others[counted]]
-        if plan.reads != "start":
-            sources += [(record, metric) for record in read_metrics(plan.run_dir)[-1:]]
-    for record, key in sources:
-        value = record.get(key)
-        if isinstance(value, int | float) and math.isfinite(value):
-            return float(value)
+        sources.append(([record for record in _all_evaluations(plan) if record.get("split") == split], name))
+        # the step measured something else than an evaluation that has the metric, but no number at its end
+        if plan.reads != "start" and not any(key in record for records, key in sources for record in records):
+            sources.append((logged_steps(plan), metric))
+    for records, key in sources:
+        for record in records[:1] if plan.reads == "start" else records[-1:]:
+            if math.isfinite(value := number(record, key)):
+                return value
     return None
 
 
@@ -70,7 +69,7 @@ def absent_metrics(experiment: ExperimentConfig, plans: Mapping[str, Mapping[int
     finished = [plan for by_seed in plans.values() for plan in by_seed.values() if is_finished(plan)]
     for metric in experiment.secondary_metrics if finished else ():
         if all(last_value(experiment, plan, metric) is None for plan in finished):
-            rows = [*evaluations(experiment, finished[0])[-1:], *read_metrics(finished[0].run_dir)[-1:]]
+            rows = [*evaluations(experiment, finished[0])[-1:], *logged_steps(finished[0])[-1:]]
             names = {f"{row['split']}/{name}" for row in _all_evaluations(finished[0]) for name in row}
             hint = did_you_mean(metric, names.union(*rows))
             yield f"no finished run has the secondary metric '{metric}'; {hint}".rstrip(" ;")
@@ -83,13 +82,23 @@ def work_metric(experiment: ExperimentConfig) -> tuple[str, bool]:
     return experiment.work.metric or experiment.metric, experiment.higher_is_better if own is None else own
 
 
+def sweep_metric(experiment: ExperimentConfig) -> tuple[str, bool]:
+    """Metric by which the sweep chooses, and whether larger values are better."""
+    assert experiment.sweep is not None
+    own = experiment.sweep.higher_is_better
+    return experiment.sweep.metric or experiment.metric, experiment.higher_is_better if own is None else own
+
+
 def read_curves(experiment: ExperimentConfig, plans: Mapping[str, Mapping[int, RunPlan]]) -> Curves:
-    """Curves of all finished runs that have one; none if the experiment has no costs."""
-    found: dict[str, dict[int, Curve]] = {arm: {} for arm in plans}
+    """Curves of all finished runs that have one; none if the experiment has no costs.
+
+    An arm that reads the start is the model before training, which the curve of its runs does not show.
+    """
     if experiment.work is None:
-        return found
-    for arm, by_seed in plans.items():
-        for seed, plan in by_seed.items():
+        return {}
+    found: dict[str, dict[int, Curve]] = {arm: {} for arm in plans if experiment.arm(arm).reads == "end"}
+    for arm in found:
+        for seed, plan in plans[arm].items():
             curve = read_curve(experiment, plan) if is_finished(plan) else None
             if isinstance(curve, Curve):
                 found[arm][seed] = curve
@@ -101,11 +110,11 @@ def read_curve(experiment: ExperimentConfig, plan: RunPlan) -> Curve | str:
     assert experiment.work is not None
     metric, _ = work_metric(experiment)
     over = experiment.work.steps
-    records, source = (_steps(plan), "steps") if over else (evaluations(experiment, plan), "evaluations")
+    records, source = (logged_steps(plan), "steps") if over else (evaluations(experiment, plan), "evaluations")
     if over > len(records):
         return f"work.steps is {over}, but the run logged {len(records)} steps; each point of its curve needs {over}"
     known = ", ".join(sorted({name for record in records for name in record}))
-    values = [_number(record, metric) for record in records]
+    values = [number(record, metric) for record in records]
     if not any(map(math.isfinite, values)):
         return f"'{metric}' is not a number in any of its {source}, which have: {known}"
     if over:  # means of `over` steps each; NaN where one is no number
@@ -114,7 +123,7 @@ def read_curve(experiment: ExperimentConfig, plan: RunPlan) -> Curve | str:
     costs = {}
     for name, weights in experiment.work.costs.items():
         for counter in weights:
-            spent = [_number(record, counter) for record in records]
+            spent = [number(record, counter) for record in records]
             if not all(map(math.isfinite, spent)):
                 return f"cost '{name}': '{counter}' is not a number in some of its {source}, which have: {known}"
             if spent != sorted(spent):
@@ -147,7 +156,7 @@ def kept_share(experiment: ExperimentConfig, plan: RunPlan) -> float | str:
     records = evaluations(experiment, plan)
     if not records or records[0]["step"] != 0:
         return "it has no evaluation before training, which `collapse` needs for comparison"
-    start, final = (_number(record, metric) for record in (records[0], records[-1]))
+    start, final = (number(record, metric) for record in (records[0], records[-1]))
     if not math.isfinite(start) or not math.isfinite(final):
         known = ", ".join(sorted(records[-1]))
         return f"'{metric}' is not a number in its first or last evaluation, which has: {known}"
@@ -162,19 +171,26 @@ def _all_evaluations(plan: RunPlan) -> list[dict[str, Any]]:
     """Evaluations of a run on all task sets, in order."""
     # `mmrl evaluate` appends to the same file later, possibly at an older step: not part of the run
     records = [record for record in read_evaluations(plan.run_dir) if record.get("tag") != "evaluate"]
-    return [record | {name: record[own] for name, own in plan.metrics.items() if own in record} for record in records]
+    return [_renamed(record, plan) for record in records]
 
 
-def _steps(plan: RunPlan) -> list[dict[str, Any]]:
-    """Steps of a run, in order, with the counters of their costs."""
+def logged_steps(plan: RunPlan) -> list[dict[str, Any]]:
+    """Steps of a run, in order, with the counters of their costs, under the names of the experiment's metrics."""
     rows = read_metrics(plan.run_dir)
-    seconds = accumulate(_number(row, "time/step") for row in rows)
+    seconds = accumulate(number(row, "time/step") for row in rows)
     return [
-        row | {"cost/samples": row.get("samples/total"), "cost/seconds": spent}
+        _renamed(row, plan) | {"cost/samples": row.get("samples/total"), "cost/seconds": spent}
         for row, spent in zip(rows, seconds, strict=True)
     ]
 
 
-def _number(record: Mapping[str, Any], name: str) -> float:
+def _renamed(record: Mapping[str, Any], plan: RunPlan) -> dict[str, Any]:
+    # where the run lacks the arm's own metric, what it has under the experiment's name is another one
+    kept = {name: value for name, value in record.items() if name not in plan.metrics}
+    return kept | {name: record[own] for name, own in plan.metrics.items() if own in record}
+
+
+def number(record: Mapping[str, Any], name: str) -> float:
+    """A number of a record; NaN where it has none."""
     value = record.get(name)
     return float(value) if isinstance(value, int | float) else math.nan

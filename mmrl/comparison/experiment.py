@@ -69,6 +69,8 @@ class SweepConfig:
     """Seeds of the sweep; they must differ from the seeds of the comparison."""
     metric: str | None = None
     """Metric by which the value is chosen; null means the experiment's."""
+    higher_is_better: bool | None = None
+    """Whether larger values of the metric are better; null means the experiment's setting."""
     extend: int = bounded(0, at_least=0)
     """Maximum number of values added for an arm if it is best at the edge of the range, each spaced like the last
     two."""
@@ -263,6 +265,7 @@ class ExperimentConfig:
         if self.metric_over == "steps" and first is not None:
             raise ValueError(f"`metric_over` is steps, but arms.{first} reads the start, which has no steps")
         self._check_work()
+        self._check_losses()
         self._check_reserved()
         stored = self.figure.stored
         if stored is not None:
@@ -342,6 +345,8 @@ class ExperimentConfig:
             raise ValueError(
                 "`sweep.extend` requires at least two different positive values, and `sweep.shared` to be off"
             )
+        if len(set(map(str, self.sweep.values))) < len(set(map(repr, self.sweep.values))):
+            raise ValueError(f"`sweep.values` has a number and a text that read alike: {self.sweep.values}")
         # a value chosen on a seed must not be judged on it
         shared = sorted(set(self.sweep.seeds) & set(self.seeds))
         if shared:
@@ -350,12 +355,28 @@ class ExperimentConfig:
     def _check_work(self) -> None:
         if self.work is not None:
             self.work.validate()
+            if self.arm(self.baseline).reads == "start":
+                raise ValueError(
+                    f"`work` compares costs with the baseline's, but arms.{self.baseline} reads the start, which costs "
+                    "nothing; choose an arm that trains as the `baseline`"
+                )
         if self.at is not None:
             if self.work is None:
                 raise ValueError("`at` requires `work`, which defines the metric and the costs")
             if self.at.cost not in self.work.costs:
                 raise ValueError(f"`at.cost` is '{self.at.cost}'; costs of `work`: {', '.join(self.work.costs)}")
             _check_number("at.value", self.at.value, MIN_OF_ARMS_FINAL)
+
+    def _check_losses(self) -> None:
+        chosen = [("", self.metric, self.higher_is_better)]
+        for section, part in (("sweep.", self.sweep), ("work.", self.work)):
+            if part is not None and part.metric is not None and part.higher_is_better is None:
+                chosen.append((section, part.metric, self.higher_is_better))
+        for section, metric, higher_is_better in chosen:
+            if "/loss/" in f"/{metric}" and higher_is_better:
+                raise ValueError(
+                    f"less of `{section}metric` {metric} is better; set `{section}higher_is_better: false`"
+                )
 
     def _check_reserved(self) -> None:
         swept = [] if self.sweep is None else [self.sweep.parameter]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from mmrl.comparison.curves import evaluations, read_curves
+from mmrl.comparison.curves import evaluations, logged_steps, number, read_curves
 from mmrl.comparison.evidence import UNITS
 from mmrl.comparison.experiment import ExperimentConfig, FigureConfig
 from mmrl.comparison.plans import RunPlan, is_finished
@@ -23,7 +23,6 @@ from mmrl.comparison.results import ArmResult, Comparison, Difference
 from mmrl.comparison.summary import plan_comparison
 from mmrl.report.charts import INK, MARKERS, colour_cycle, draw_legend, save_png, style_axes
 from mmrl.runs.statistics import SHARES
-from mmrl.runs.tracking import read_metrics
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -165,12 +164,12 @@ def _bands(runs: Mapping[str, Sequence[Line]], factor: float) -> dict[str, Band]
 def _evaluated(experiment: ExperimentConfig, plan: RunPlan) -> Line:
     """The metric over a run's evaluations; of an arm that reads the start, the one point that it has."""
     records = evaluations(experiment, plan)[: 1 if plan.reads == "start" else None]
-    return [record["step"] for record in records], [record.get(experiment.metric, math.nan) for record in records]
+    return [record["step"] for record in records], [number(record, experiment.metric) for record in records]
 
 
 def _logged(plan: RunPlan, name: str) -> Line:
     """A metric over a run's training steps."""
-    rows = [row for row in read_metrics(plan.run_dir) if isinstance(row.get(name), int | float)]
+    rows = [row for row in logged_steps(plan) if isinstance(row.get(name), int | float)]
     return [row["step"] for row in rows], [row[name] for row in rows]
 
 

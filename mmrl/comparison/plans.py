@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.comparison.experiment import ExperimentConfig, dotted_overrides
-from mmrl.config import given_values, load_omega
+from mmrl.config import escaped, given_values, load_omega
 from mmrl.errors import UserError
 from mmrl.files import LARGEST_YAML, read_file, read_json_object, shortened_name, write_atomically
 from mmrl.runs.folder import FINISHED, owner_of
@@ -36,23 +36,35 @@ class RunPlan:
     """Names of the experiment's metrics in the run, if they differ."""
     reads: str = "end"
     """Whether its last or its first evaluation is used."""
+    after: tuple[RunPlan, ...] = ()
+    """Preparations whose results its overrides name."""
 
     def fingerprint(self) -> dict[str, Any]:
-        """Inputs of the run: a changed file, parent file or override gives another fingerprint."""
-        return {"config_sha256": _digest(self.config), "overrides": _effective(self.overrides)}
+        """Inputs of the run: a changed file, parent file, override or preparation gives another fingerprint."""
+        own = {"config_sha256": _digest(self.config), "overrides": _effective(self.overrides)}
+        return own | ({"after": {plan.label: plan.fingerprint() for plan in self.after}} if self.after else {})
 
 
 def plan_preparations(experiment: ExperimentConfig, output_dir: Path) -> list[RunPlan]:
     """Runs made before those of the arms."""
-    return [
-        RunPlan(
-            label=preparation.run_dir,
-            config=Path(preparation.config),
-            overrides=tuple(dotted_overrides(preparation.overrides, output_dir)),
-            run_dir=output_dir / preparation.run_dir,
-        )
-        for preparation in experiment.prepare
-    ]
+    plans: list[RunPlan] = []
+    for preparation in experiment.prepare:
+        overrides = tuple(dotted_overrides(preparation.overrides, output_dir))
+        place, config = output_dir / preparation.run_dir, Path(preparation.config)
+        plans.append(RunPlan(preparation.run_dir, config, overrides, place, after=_named(plans, overrides)))
+    return plans
+
+
+def _named(preparations: Sequence[RunPlan], overrides: Sequence[str]) -> tuple[RunPlan, ...]:
+    """Preparations whose folders occur in overrides."""
+    text = "\n".join(overrides)
+    folders = [re.escape(escaped(str(plan.run_dir))) for plan in preparations]
+    return tuple(
+        # not the folder whose name only begins like it
+        plan
+        for plan, folder in zip(preparations, folders, strict=True)
+        if re.search(rf"{folder}(?![\w.-])", text)
+    )
 
 
 def plan_arm_run(
@@ -67,6 +79,13 @@ def plan_arm_run(
     metrics, reads, arm = experiment.arm(arm).metrics, experiment.arm(arm).reads, experiment.source(arm)
     settings = experiment.arm(arm)
     overrides = dotted_overrides({**experiment.overrides, **settings.overrides}, output_dir, seed)
+    given = [text.partition("=")[0] for text in overrides]
+    # options that the arm's own section leaves out, in front: the fingerprints of other runs stay as they were
+    overrides[:0] = [
+        text
+        for text in dotted_overrides(experiment.overrides, output_dir, seed)
+        if not any(f"{text.partition('=')[0]}.".startswith(f"{key}.") for key in given)
+    ]
     label = f"runs/{arm}/seed-{seed}"
     if experiment.sweep is not None:
         overrides += dotted_overrides({experiment.sweep.parameter: value}, output_dir)
@@ -74,12 +93,17 @@ def plan_arm_run(
             label = sweep_label(arm, value, seed)
             overrides += dotted_overrides(experiment.sweep.overrides, output_dir, seed)
     config = Path(str(settings.config or experiment.base))
-    return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label, metrics, reads)
+    after = _named(plan_preparations(experiment, output_dir), overrides)
+    return RunPlan(label, config, (*overrides, f"seed={seed}"), output_dir / label, metrics, reads, after)
 
 
 def sweep_label(arm: str, value: Any, seed: int) -> str:
     """Label of an arm's run with one value of the swept parameter."""
-    name = shortened_name(re.sub(r"[^A-Za-z0-9_.-]+", "_", str(value)))
+    text = str(value)
+    name = re.sub(r"[^A-Za-z0-9_.-]+", "_", text)
+    if name != text:  # other characters could have become the same name
+        name += f"-{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:8]}"
+    name = shortened_name(name)
     return f"sweep/{arm}/{name}/seed-{seed}"
 
 
@@ -95,7 +119,7 @@ def plan_sweep(
         plan_arm_run(experiment, output_dir, arm, seed, value, sweeping=True)
         for seed in sweep.seeds
         # arms next to each other at the same value
-        for value in dict.fromkeys(itertools.chain(*values.values()))
+        for value in {str(value): value for value in itertools.chain(*values.values())}.values()
         for arm in values
         if value in values[arm]
     ]
@@ -234,8 +258,10 @@ def _same_run(plan: RunPlan, marker: Mapping[str, Any]) -> bool:
     overrides = marker.get("overrides") or []
     if not isinstance(overrides, list) or not all(isinstance(text, str) for text in overrides):
         return False
-    known = {**marker, "overrides": _effective(overrides)}
-    return all(known.get(key) == value for key, value in plan.fingerprint().items())
+    planned = plan.fingerprint()
+    # markers of earlier versions do not say from which preparations the run started
+    known = {"after": planned.get("after"), **marker, "overrides": _effective(overrides)}
+    return all(known.get(key) == value for key, value in planned.items())
 
 
 def _agrees_with_config(plan: RunPlan) -> bool:

@@ -85,7 +85,7 @@ class SweepResult:
     overrides: dict[str, Any]
     metric: str
     chosen: dict[str, Any]
-    """Value by arm; None if no run finished."""
+    """Value by arm; arms of which no run finished are absent."""
     arms: dict[str, SweepArm]
 
 
@@ -217,7 +217,7 @@ class Comparison:
     def as_dict(self) -> dict[str, Any]:
         """Plain values, as saved; sections that the experiment does not have are empty."""
         content = dataclasses.asdict(self)
-        return {key: {} if value is None else value for key, value in content.items()}
+        return {key: {} if value is None and key != "margin" else value for key, value in content.items()}
 
 
 def comparison_lines(comparison: Comparison) -> Iterator[str]:

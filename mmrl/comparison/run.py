@@ -331,16 +331,17 @@ class _Session:
             self.run(plan_sweep(self.experiment, self.folder, values))
         found = sweep_result(self.experiment, self.folder)
         assert found is not None
-        for arm, value in found.chosen.items():
-            if value is None:
+        for arm in self.experiment.arms:
+            if arm not in found.chosen:
                 text = failure_text(self.write("failed").failures)
                 own = f"run of the sweep finished for arm '{arm}'"
                 raise RunError(f"no {'value of the sweep finished for all arms' if shared else own}: {text}")
-            tried = found.arms.get(arm)
-            note = ""
+            value, tried, note = found.chosen[arm], found.arms.get(arm), ""
             if tried is not None and tried.at_edge:
                 small = value == min(row.value for row in tried.rows)
                 note = " (the smallest tried: does it beat the start at all?)" if small else " (the largest tried)"
+            if tried is not None and any(None in row.values.values() for row in tried.rows if row.value == value):
+                note += "; no value has all of its seeds"
             self.announce(f"{arm}: chose {self.experiment.sweep.parameter}={value}{note}")
 
     def compare(self) -> None:

@@ -21,6 +21,7 @@ from mmrl.comparison.curves import (
     last_values,
     read_curve,
     read_curves,
+    sweep_metric,
     target_of,
     work_metric,
 )
@@ -69,7 +70,7 @@ def plan_comparison(experiment: ExperimentConfig, folder: Path) -> dict[str, dic
 def chosen_values(experiment: ExperimentConfig, folder: Path) -> dict[str, Any]:
     """Arm to the swept parameter's chosen value; None without a sweep or before any of its runs finished."""
     sweep = sweep_result(experiment, folder)
-    return dict.fromkeys(experiment.arms) if sweep is None else sweep.chosen
+    return dict.fromkeys(experiment.arms) | ({} if sweep is None else sweep.chosen)
 
 
 def summarise(experiment: ExperimentConfig, folder: Path, status: str = "done", command: str = "") -> Comparison:
@@ -102,11 +103,11 @@ def sweep_result(experiment: ExperimentConfig, folder: Path) -> SweepResult | No
     sweep = experiment.sweep
     if sweep is None:
         return None
-    metric = sweep.metric or experiment.metric
-    arms = {arm: _sweep_rows(experiment, folder, arm, metric) for arm in tuned_arms(experiment)}
+    metric, higher_is_better = sweep_metric(experiment)
+    arms = {arm: _sweep_rows(experiment, folder, arm) for arm in tuned_arms(experiment)}
     joint = _mean_rows(arms) if sweep.shared else []
-    best = {arm: _best_value(joint or rows, experiment.higher_is_better) for arm, rows in arms.items()}
-    chosen = {arm: best[experiment.tuned(arm)] for arm in experiment.arms}
+    best = {arm: _best_row(joint or rows, higher_is_better) for arm, rows in arms.items()}
+    chosen = {arm: row.value for arm in experiment.arms if (row := best[experiment.tuned(arm)]) is not None}
     return SweepResult(
         parameter=sweep.parameter,
         seeds=sweep.seeds,
@@ -114,7 +115,7 @@ def sweep_result(experiment: ExperimentConfig, folder: Path) -> SweepResult | No
         metric=metric,
         chosen=chosen,
         # a better value may be outside
-        arms={arm: SweepArm(rows, at_edge=_edge(rows, chosen[arm]) is not None) for arm, rows in arms.items()},
+        arms={arm: SweepArm(rows, at_edge=_beyond(rows, best[arm]) is not None) for arm, rows in arms.items()},
     )
 
 
@@ -124,36 +125,40 @@ def sweep_values(experiment: ExperimentConfig, folder: Path) -> dict[str, list[A
     return {} if found is None else {arm: [row.value for row in table.rows] for arm, table in found.arms.items()}
 
 
-def _edge(rows: Sequence[SweepRow], value: Any) -> float | None:
+def _beyond(rows: Sequence[SweepRow], best: SweepRow | None) -> float | None:
     """Where the sweep would go on beyond a value at its edge; None for values inside, and for other than numbers."""
-    if len(rows) < 2 or not all(isinstance(row.value, int | float) for row in rows):
+    if best is None or len(rows) < 2 or not all(type(row.value) in (int, float) for row in rows):
         return None
-    numbers = sorted(float(row.value) for row in rows)
+    numbers = sorted(row.value for row in rows)
     for edge, inner in ((numbers[0], numbers[1]), (numbers[-1], numbers[-2])):
-        if value == edge:
-            # as far as from the one before; short, since it names a folder
-            return float(f"{edge * edge / inner:.4g}") if inner else edge
+        if best.value == edge:
+            # as far as from the one before
+            beyond = edge * edge / inner if inner else edge
+            whole = all(isinstance(value, int) for value in numbers)
+            # short, since it names a folder
+            return max(1, round(beyond)) if whole else float(f"{beyond:.4g}")
     return None
 
 
-def _sweep_rows(experiment: ExperimentConfig, folder: Path, arm: str, metric: str) -> list[SweepRow]:
+def _sweep_rows(experiment: ExperimentConfig, folder: Path, arm: str) -> list[SweepRow]:
     sweep = experiment.sweep
     assert sweep is not None
-    rows = [_sweep_row(experiment, folder, arm, value, metric) for value in sweep.values]
+    rows = [_sweep_row(experiment, folder, arm, value) for value in sweep.values]
     for _ in range(sweep.extend):
-        beyond = _edge(rows, _best_value(rows, experiment.higher_is_better))
-        # an edge is one only when every value that was tried has its runs
-        if beyond is None or any(value is None for row in rows for value in row.values.values()):
+        beyond = _beyond(rows, _best_row(rows, sweep_metric(experiment)[1]))
+        # an edge is one only when every value that was tried has its runs; whole numbers end at 1
+        known = beyond is None or any(beyond == row.value for row in rows)
+        if known or any(value is None for row in rows for value in row.values.values()):
             break
-        rows.append(_sweep_row(experiment, folder, arm, beyond, metric))
+        rows.append(_sweep_row(experiment, folder, arm, beyond))
     return rows
 
 
-def _sweep_row(experiment: ExperimentConfig, folder: Path, arm: str, value: Any, metric: str) -> SweepRow:
+def _sweep_row(experiment: ExperimentConfig, folder: Path, arm: str, value: Any) -> SweepRow:
     assert experiment.sweep is not None
     seeds = experiment.sweep.seeds
     plans = {seed: plan_arm_run(experiment, folder, arm, seed, value, sweeping=True) for seed in seeds}
-    finished = last_values(experiment, plans, metric)
+    finished = last_values(experiment, plans, sweep_metric(experiment)[0])
     # over the finished seeds; the table shows which are missing
     mean = sum(finished.values()) / len(finished) if finished else None
     return SweepRow(value, {seed: finished.get(seed) for seed in plans}, mean)
@@ -171,11 +176,15 @@ def _mean_rows(arms: Mapping[str, list[SweepRow]]) -> list[SweepRow]:
     return found
 
 
-def _best_value(rows: Sequence[SweepRow], higher_is_better: bool) -> Any:
-    """Value with the best mean, the first one in case of ties; None if nothing finished."""
+def _best_row(rows: Sequence[SweepRow], higher_is_better: bool) -> SweepRow | None:
+    """Value with the best mean, the first one in case of ties; None if nothing finished.
+
+    Values without some of their seeds only count if all are: seeds differ, and high rates fail on bad ones.
+    """
+    finished = [row for row in rows if row.mean is not None]
+    whole = [row for row in finished if None not in row.values.values()]
     sign = 1 if higher_is_better else -1
-    means = [(sign * row.mean, row.value) for row in rows if row.mean is not None]
-    return max(means, key=lambda pair: pair[0], default=(0.0, None))[1]
+    return max(whole or finished, key=lambda row: sign * (row.mean or 0.0), default=None)
 
 
 def _arms(
@@ -205,7 +214,7 @@ def _differences(
     experiment: ExperimentConfig, values: Mapping[str, Mapping[int, float]], higher_is_better: bool
 ) -> dict[str, Difference]:
     baseline = values[experiment.baseline]
-    others = [arm for arm in experiment.arms if arm != experiment.baseline]
+    others = [arm for arm in values if arm != experiment.baseline]
     return {arm: _difference(experiment.seeds, values[arm], baseline, higher_is_better) for arm in others}
 
 
@@ -360,7 +369,8 @@ def _collapse(experiment: ExperimentConfig, plans: Plans) -> CollapseResult | No
     if experiment.collapse is None:
         return None
     arms = {}
-    for arm, by_seed in plans.items():
+    # the model before training has lost nothing
+    for arm, by_seed in ((arm, plans[arm]) for arm in plans if experiment.arm(arm).reads == "end"):
         found = {seed: kept_share(experiment, plan) for seed, plan in by_seed.items() if is_finished(plan)}
         kept = {seed: share for seed, share in found.items() if isinstance(share, float)}
         # NaN and texts are seeds whose share is not known
@@ -376,10 +386,12 @@ def _collapse(experiment: ExperimentConfig, plans: Plans) -> CollapseResult | No
 
 
 def _failures(experiment: ExperimentConfig, folder: Path, plans: Plans) -> list[RunFailure]:
-    compared = [plan for by_seed in plans.values() for plan in by_seed.values()]
+    swept = plan_sweep(experiment, folder, sweep_values(experiment, folder))
+    required = [(plan, sweep_metric(experiment)[0]) for plan in swept]
+    required += [(plan, experiment.metric) for by_seed in plans.values() for plan in by_seed.values()]
     failures = []
-    for plan in (*plan_sweep(experiment, folder, sweep_values(experiment, folder)), *compared):
-        reason = failure_of(plan) or _no_value(experiment, plan)
+    for plan, metric in required:
+        reason = failure_of(plan) or _no_value(experiment, plan, metric)
         if reason is not None:
             failures.append(RunFailure(plan.label, reason))
     # one entry a run, with its last reason
@@ -387,20 +399,24 @@ def _failures(experiment: ExperimentConfig, folder: Path, plans: Plans) -> list[
     named = {failure.run for failure in failures}
     for arm, by_seed in plans.items():
         for plan in by_seed.values():
-            reasons = list(_unreadable(experiment, arm, plan)) if is_finished(plan) else []
+            read = plan.reads == "end" and is_finished(plan)
+            reasons = list(_unreadable(experiment, arm, plan)) if read else []
             if reasons and plan.label not in named:
                 failures.append(RunFailure(plan.label, "; ".join(reasons)))
     return failures
 
 
-def _no_value(experiment: ExperimentConfig, plan: RunPlan) -> str | None:
-    """Why a finished run lacks the compared metric; None if it has it or is not finished."""
-    if not is_finished(plan) or last_value(experiment, plan, experiment.metric) is not None:
+def _no_value(experiment: ExperimentConfig, plan: RunPlan, metric: str) -> str | None:
+    """Why a finished run lacks the metric that it is judged by; None if it has it or is not finished."""
+    if not is_finished(plan) or last_value(experiment, plan, metric) is not None:
         return None
-    if experiment.metric_over == "steps":
-        return f"'{experiment.metric}' is not a number in any of its steps; see {plan.run_dir / 'metrics.jsonl'}"
-    known = sorted({name for record in evaluations(experiment, plan)[-1:] for name in record})
-    return f"'{experiment.metric}' is not a number in its last evaluation, which has: {', '.join(known)}"
+    own = plan.metrics.get(metric, metric)
+    if experiment.metric_over == "steps" and metric == experiment.metric:
+        return f"'{own}' is not a number in any of its steps; see {plan.run_dir / 'metrics.jsonl'}"
+    # under the names that the run itself uses
+    last = evaluations(experiment, replace(plan, metrics={}))[-1:]
+    known = sorted({name for record in last for name in record})
+    return f"'{own}' is not a number in its last evaluation, which has: {', '.join(known)}"
 
 
 def _unreadable(experiment: ExperimentConfig, arm: str, plan: RunPlan) -> Iterator[str]:

@@ -69,6 +69,11 @@ class Lab:
         command = train_command(plan, resume)
         return [sys.executable, str(self.folder / "runner.py"), *command[4:]]
 
+    def edit(self, old, new):
+        file = self.folder / "runner.py"
+        assert old in file.read_text()
+        file.write_text(file.read_text().replace(old, new))
+
     def write(self, **changes):
         content = {key: value for key, value in {**EXPERIMENT, **changes}.items() if value is not None}
         if "evidence" in content:

@@ -1,6 +1,9 @@
+import json
+
 import pytest
 
 from mmrl.comparison import figures
+from mmrl.errors import UserError
 
 
 def test_lower_can_be_better(lab):
@@ -82,3 +85,66 @@ def test_the_reward_of_the_steps_is_the_curve_of_runs_with_few_evaluations(lab, 
     # the seeds are 1, 2 and 3, and the reward of a step is the step times the seed
     assert (list(band.low), list(band.mean), list(band.high)) == ([1, 5, 10], [2, 10, 20], [3, 15, 30])
     assert band.seeds == 3
+
+
+def test_an_arm_without_its_own_metric_has_no_value(lab):
+    arms = {"papo": {}, "grpo": {}, "rule": {"runs_of": "papo", "metrics": {"accuracy/greedy": "accuracy/ruel"}}}
+    result = lab.run(arms=arms, seeds=[1])
+    assert result["arms"]["rule"]["values"] == {"1": None}
+    (failure,) = result["failures"]
+    assert failure["reason"].startswith("'accuracy/ruel' is not a number in its last evaluation, which has: accuracy/g")
+
+
+def test_an_arm_may_call_the_metrics_of_its_steps_otherwise(lab):
+    arms = {"papo": {}, "other": {"runs_of": "papo", "metrics": {"reward/mean": "policy/entropy"}}}
+    common = {"arms": arms, "baseline": "papo", "seeds": [1, 2]}
+    result = lab.run(**common, metric="reward/mean", metric_over="steps")
+    assert result["arms"]["other"]["values"] == {"1": 2.0, "2": 3.0}
+    result = lab.run(**common, secondary_metrics=["reward/mean"])
+    assert result["arms"]["other"]["secondary"]["reward/mean"]["values"] == {"1": 2.0, "2": 3.0}
+
+
+def test_a_secondary_metric_without_a_number_at_the_end_is_not_that_of_the_step(lab):
+    lab.edit("file.write(json.dumps(record)", 'record["reward/mean"] = None; file.write(json.dumps(record)')
+    result = lab.run(seeds=[1], secondary_metrics=["reward/mean"])
+    assert result["arms"]["papo"]["secondary"]["reward/mean"]["n"] == 0
+
+
+def test_an_arm_that_reads_the_start_has_no_costs_and_does_not_collapse(lab):
+    lab.edit("file.write(json.dumps(record)", 'record["cost/samples"] = step; file.write(json.dumps(record)')
+    arms = {"papo": {}, "grpo": {}, "start": {"runs_of": "grpo", "reads": "start"}}
+    sections = {
+        "work": {"costs": {"images": {"cost/samples": 1}}, "target": 0.3},
+        "at": {"cost": "images"},
+        "collapse": {"metric": "accuracy/greedy"},
+    }
+    result = lab.run(arms=arms, seeds=[1], **sections)
+    assert result["arms"]["start"]["mean"] == pytest.approx(0.1)
+    for found in (result["work"]["costs"]["images"], result["at"], result["collapse"]):
+        assert set(found["arms"]) == {"papo", "grpo"}
+    assert set(result["at"]["differences"]) == {"papo"}
+    with pytest.raises(UserError, match=r"arms\.start reads the start, which costs nothing"):
+        lab.run(arms=arms, baseline="start", **sections)
+
+
+def test_sections_that_an_arm_nests_keep_what_all_arms_share(lab):
+    shared = {"trainer": {"steps": 3, "samples_per_task": 4}, "evaluation": {"every": 2}}
+    arms = {"high": {"overrides": {"trainer": {"learning_rate": 0.02}, "evaluation": None}}, "plain": {}}
+    lab.run(arms=arms, baseline="plain", overrides=shared, seeds=[1])
+    settings = json.loads((lab.output / "runs/high/seed-1/settings.json").read_text())
+    assert (settings["trainer.steps"], settings["trainer.samples_per_task"]) == ("3", "4")
+    assert settings["trainer.learning_rate"] == "0.02"
+    assert "evaluation.every" not in settings
+
+
+def test_losses_are_not_compared_as_if_more_were_better(lab):
+    sweep = {"values": [0.1], "seeds": [11], "metric": "loss/nll"}
+    with pytest.raises(UserError, match=r"`sweep\.metric` loss/nll is better; set `sweep\.higher_is_better: false`"):
+        lab.run(sweep=sweep)
+    with pytest.raises(UserError, match="set `higher_is_better: false`"):
+        lab.run(metric="held_out/loss/nll")
+
+
+def test_sections_without_a_setting_are_empty_and_the_margin_is_null(lab):
+    result = lab.run(seeds=[1])
+    assert (result["margin"], result["work"], result["sweep"]) == (None, {}, {})

@@ -108,3 +108,51 @@ def test_long_values_have_short_folders_of_their_own():
     labels = {sweep_label("arm", "x" * 300 + end, 1) for end in "ab"}
     assert len(labels) == 2
     assert all(len(part) <= 100 for label in labels for part in label.split("/"))
+
+
+def test_values_that_differ_in_punctuation_have_folders_of_their_own(lab):
+    values = ["{{ content }}?", "{{ content }}!", "日本", "中国"]
+    assert len({sweep_label("arm", value, 1) for value in values}) == 4
+    assert sweep_label("arm", 1e-5, 1) == "sweep/arm/1e-05/seed-1"
+    with pytest.raises(UserError, match="read alike"):
+        lab.run(sweep={"values": [1, "1"], "seeds": [11]})
+
+
+def test_a_value_whose_bad_seed_failed_is_not_chosen_for_the_mean_of_the_others(lab):
+    lab.edit(
+        'if trouble == "crash"',
+        'if (seed, settings.get("trainer.learning_rate")) in ((12, "0.02"), (13, "0.01"), (13, "0.02"))',
+    )
+    sweep = {"values": [0.01, 0.02], "seeds": [12, 19]}
+    result = lab.run(sweep=sweep, seeds=[1])
+    rows = result["sweep"]["arms"]["papo"]["rows"]
+    assert rows[1]["mean"] > rows[0]["mean"]
+    assert result["sweep"]["chosen"] == {"papo": 0.01, "grpo": 0.01}
+    lab.run(sweep={**sweep, "seeds": [13, 19]}, seeds=[1])
+    assert any("papo: chose" in line and "no value has all of its seeds" in line for line in lab.lines)
+
+
+def test_a_sweep_by_another_metric_is_judged_by_that_metric(lab):
+    """Less of it is better, and the experiment's metric is missing in the runs of the sweep."""
+    lab.edit("file.write(json.dumps(record)", 'record["flow/ade"] = abs(rate - 0.01); file.write(json.dumps(record)')
+    sweep = {"values": [0.04, 0.01], "seeds": [11], "metric": "flow/ade", "higher_is_better": False}
+    result = lab.run(sweep={**sweep, "overrides": {"metric_name": "accuracy/other"}}, seeds=[1])
+    assert result["sweep"]["chosen"] == {"papo": 0.01, "grpo": 0.01}
+    assert result["failures"] == []
+    with pytest.raises(RunError, match="'flow/adee' is not a number in its last evaluation"):
+        lab.run(sweep={**sweep, "metric": "flow/adee"}, seeds=[1])
+
+
+def test_null_and_lists_are_values_like_others(lab):
+    result = lab.run(sweep={"parameter": "objective.clip.dual", "values": [None, 3.0], "seeds": [11]}, seeds=[1])
+    assert result["sweep"]["chosen"] == {"papo": None, "grpo": None}
+    assert json.loads((lab.output / "runs/papo/seed-1/settings.json").read_text())["objective.clip.dual"] == "null"
+    result = lab.run(sweep={"parameter": "data.tasks", "values": [["a"], ["b"]], "seeds": [11]}, seeds=[1])
+    assert result["sweep"]["chosen"] == {"papo": ["a"], "grpo": ["a"]}
+
+
+def test_a_sweep_over_whole_numbers_goes_on_in_whole_numbers(lab):
+    lab.edit('float(settings.get("trainer.learning_rate", 0.01))', 'int(settings["trainer.samples_per_task"])')
+    sweep = {"parameter": "trainer.samples_per_task", "values": [3, 5], "seeds": [11], "extend": 4}
+    rows = lab.run(sweep=sweep, seeds=[1])["sweep"]["arms"]["papo"]
+    assert ([row["value"] for row in rows["rows"]], rows["at_edge"]) == ([3, 5, 2, 1], True)
