@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -48,7 +49,12 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from numpy.typing import NDArray
 
+LOGGER = logging.getLogger("mmrl")
 TIME_TOLERANCE_S = 1e-4
+MOST_CORRUPT = 0.1
+"""Fraction of an episode's images that may be lost; more would show a still scene that the actions move."""
+FEW_CORRUPT = 3
+"""Images that any episode may lose: one damaged frame of a video also loses those that are coded as changes of it."""
 
 
 @dataclass(frozen=True)
@@ -223,6 +229,13 @@ class LeRobotReader:
         self._check_cameras([camera])
         return self.episode(number).images[camera]
 
+    def image_files(self, number: int, camera: str) -> list[Path]:
+        """Files that the images of an episode are read from: its table, and its video if it has one."""
+        row, features = self.episodes[number], self.info["features"]
+        key = next(key for key in camera_features(features) if camera_name(key) == camera)
+        video = features[key]["dtype"] == "video"
+        return [self._table_path(row), *([self._video_path(key, row)] if video else [])]
+
     def image_contents(self, number: int, feature: str) -> list[bytes]:
         """Image files of an episode as they are stored, such as depth of 16 bits: T files of an image feature."""
         if self.info["features"].get(feature, {}).get("dtype") != "image":
@@ -311,7 +324,7 @@ class LeRobotReader:
         return self.tasks[number]
 
     def _frames_of(self, row: Mapping[str, Any]) -> pa.Table:
-        path = self._path(self.info.get("data_path") or DATA_PATH, "data", row)
+        path = self._table_path(row)
         # filtered while reading, as one file holds many episodes
         table = read_table(path, filters=[("episode_index", "=", row["episode_index"])])
         stored = [name for name, feature in self.info["features"].items() if feature["dtype"] != "video"]
@@ -332,14 +345,16 @@ class LeRobotReader:
         if feature["dtype"] == "image":
             unpack = decode_depth if depth else decode_png
             unit = info.get("depth_unit")
-            read = partial(self._decode_images, table[key].to_pylist(), size, unpack)
+            where = f"{key} of episode {row['episode_index']} in {self._table_path(row)}"
+            read = partial(self._decode_images, table[key].to_pylist(), size, unpack, where)
             return (lambda: metres_of(read(), unit)) if depth else read
-        path = self._path(self.info.get("video_path") or VIDEO_PATH, f"videos/{key}", row, video_key=key)
+        path = self._video_path(key, row)
         start, pixels = row[f"videos/{key}/from_timestamp"], "gray12le" if depth else "rgb24"
         times_s = column_array(table["timestamp"]).reshape(-1)
 
         def decode() -> NDArray[Any]:
-            frames = self._counted(*read_clip(path, start, row["length"], self.fps, size, pixels, times_s))
+            frames, decoded = read_clip(path, start, row["length"], self.fps, size, pixels, times_s)
+            self._count(decoded, f"{key} of episode {row['episode_index']} in {path}")
             return DepthCodes.from_info(info).decode(frames) if depth else frames
 
         return decode
@@ -349,19 +364,19 @@ class LeRobotReader:
         cells: Sequence[Mapping[str, Any]],
         size: Sequence[int],
         unpack: Callable[[bytes, Sequence[int]], NDArray[Any] | None],
+        where: str,
     ) -> NDArray[Any]:
         frames = [unpack(content, size) for content in self._contents(cells)]
         good = [frame for frame in frames if frame is not None]
         if not good:
-            raise UserError(
-                f"none of the images of an episode in {self.folder} could be decoded as {size[1]}x{size[0]}"
-            )
+            raise UserError(f"none of the images {where} could be decoded as {size[1]}x{size[0]}")
+        self._count(np.array([frame is not None for frame in frames]), where)
         # a bad frame repeats the one before it; bad frames at the start repeat the first good one
         latest, filled = good[0], []
         for frame in frames:
             latest = latest if frame is None else frame
             filled.append(latest)
-        return self._counted(np.stack(filled), np.array([frame is not None for frame in frames]))
+        return np.stack(filled)
 
     def _contents(self, cells: Sequence[Mapping[str, Any]]) -> list[bytes]:
         def stored(path: str) -> bytes:
@@ -375,9 +390,22 @@ class LeRobotReader:
         # images are stored in the table or as files next to it
         return [cell["bytes"] or stored(cell["path"]) for cell in cells]
 
-    def _counted(self, frames: NDArray[Any], decoded: NDArray[np.bool_]) -> NDArray[Any]:
-        self.counts["corrupt_frames"] += int((~decoded).sum())
-        return frames
+    def _count(self, decoded: NDArray[np.bool_], where: str) -> None:
+        """Count and report the images (T,) of an episode that could not be decoded; raises UserError if many."""
+        lost = np.flatnonzero(~decoded)
+        if not len(lost):
+            return
+        text = f"{len(lost)} of the {len(decoded)} images {where} cannot be decoded, the first of them is {lost[0]}"
+        if len(lost) > max(FEW_CORRUPT, MOST_CORRUPT * len(decoded)):
+            raise UserError(f"{text}; at most a tenth may be lost. Copy the file again, or remove the episode")
+        self.counts["corrupt_frames"] += len(lost)
+        LOGGER.warning("%s; each repeats the one before it, or the first that can be", text)
+
+    def _table_path(self, row: Mapping[str, Any]) -> Path:
+        return self._path(self.info.get("data_path") or DATA_PATH, "data", row)
+
+    def _video_path(self, key: str, row: Mapping[str, Any]) -> Path:
+        return self._path(self.info.get("video_path") or VIDEO_PATH, f"videos/{key}", row, video_key=key)
 
     def _path(self, pattern: str, prefix: str, row: Mapping[str, Any], **names: str) -> Path:
         chunk, file = row[f"{prefix}/chunk_index"], row[f"{prefix}/file_index"]

@@ -293,8 +293,11 @@ def _images(episode: EpisodeData, reader: LeRobotReader, config: DemonstrationCo
         raise UserError(f"demonstrations.{option} '{camera}', but {config.path} has {known}")
     if not config.cache:
         return episode.images[camera]
-    # named by a digest of the dataset's metadata: a different dataset at the same path gets a different folder
-    about = json.dumps([str(reader.folder.absolute()), camera, reader.info], sort_keys=True)
+    # named by a digest of the metadata and of the files' sizes and times: a dataset that was recorded again at the same
+    # path may have equal metadata
+    stats = [path.stat() for path in reader.image_files(episode.number, camera) if path.is_file()]
+    files = [(stat.st_size, stat.st_mtime_ns) for stat in stats]
+    about = json.dumps([str(reader.folder.absolute()), camera, reader.info, files], sort_keys=True)
     digest = hashlib.sha256(about.encode()).hexdigest()[:12]
     folder = expanded(config.cache) / f"{shortened_name(reader.folder.name)}-{digest}"
     path = folder / f"episode-{episode.number:06d}.npy"

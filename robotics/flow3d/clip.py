@@ -14,7 +14,18 @@ import numpy as np
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, choice, rare
-from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, ImageArray, IndexArray, apply_pose, lift
+from robotics.flow3d.geometry import (
+    BoolArray,
+    DepthArray,
+    FloatArray,
+    ImageArray,
+    IndexArray,
+    apply_pose,
+    check_intrinsics,
+    check_kinds,
+    check_poses,
+    lift,
+)
 
 U, V, Z, VISIBLE = range(4)
 """Channels of a flow."""
@@ -51,10 +62,9 @@ class Observation:
                 raise UserError(
                     f"{name} has the shape {value.shape}; with depth {self.depth_m.shape} it must be {shape}"
                 )
-        if not np.isfinite(self.K).all() or self.K[0, 0] <= 0 or self.K[1, 1] <= 0:
-            raise UserError(
-                "K must be finite with focal lengths above 0 in pixels; without them pixels cannot be lifted to 3D"
-            )
+        check_kinds(depth_m=self.depth_m, mask=self.mask)
+        check_intrinsics(self.K)
+        check_poses(self.T_world_cam, "T_world_cam")
 
     @property
     def size_px(self) -> tuple[int, int]:
@@ -85,6 +95,15 @@ class FlowClip:
             raise UserError(
                 f"points have the shape {self.points.shape} and flow {self.flow.shape}; must be (N, N, 3), (T, N, N, 4)"
             )
+
+    def check_finite(self) -> None:
+        """Reject points and flow with NaN or infinite numbers; raises UserError."""
+        for name, values in (("points", self.points), ("flow", self.flow)):
+            if not np.isfinite(values).all():
+                raise UserError(
+                    f"{name} of the clip {self.source!r}, {self.observation.instruction!r}, are not finite; lost "
+                    "points keep their last position, with visibility 0"
+                )
 
     @property
     def points_cam_m(self) -> FloatArray:

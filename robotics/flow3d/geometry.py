@@ -7,6 +7,7 @@ y down, z forward. Lengths are metres. A rigid motion is a 4 x 4 matrix; `T_a_b`
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,8 @@ DepthArray = NDArray[np.float32]
 """(..., H, W) metres along the camera's axis."""
 EDGE_M = 0.02
 """Neighbouring depths that differ by more belong to two surfaces."""
+RIGID = 1e-2
+"""Maximum deviation of a pose's R^T R from the identity, which poses written with two or three digits stay below."""
 
 
 def intrinsics(
@@ -36,6 +39,45 @@ def intrinsics(
     angle, side = given[0]
     focal = 0.5 * side / math.tan(angle / 2)
     return np.array([[focal, 0.0, size_px[0] / 2], [0.0, focal, size_px[1] / 2], [0.0, 0.0, 1.0]])
+
+
+def has_focal(K: FloatArray) -> bool:
+    """Whether intrinsics (3, 3) are finite and have focal lengths."""
+    return bool(np.isfinite(K).all() and K[0, 0] > 0 and K[1, 1] > 0)
+
+
+def check_intrinsics(K: FloatArray) -> None:
+    """Reject intrinsics (3, 3) that are not those of a camera whose pixels have no skew; raises UserError."""
+    if not has_focal(K):
+        raise UserError(
+            "K must be finite with focal lengths above 0 in pixels; without them pixels cannot be lifted to 3D"
+        )
+    if not np.allclose([K[0, 1], K[1, 0], *K[2]], [0, 0, 0, 0, 1], atol=1e-6):
+        raise UserError(
+            f"K is {K.tolist()}; must be [[fx, 0, cx], [0, fy, cy], [0, 0, 1]] in pixels, not its transpose"
+        )
+
+
+def check_poses(T: FloatArray, name: str) -> None:
+    """Reject poses (..., 4, 4) that are no rigid motions in metres; raises UserError."""
+    R = T[..., :3, :3]
+    if not np.isfinite(T).all() or not np.allclose(T[..., 3, :], [0, 0, 0, 1], atol=1e-6):
+        raise UserError(
+            f"{name} is {T.tolist()}; must be finite, with the last row 0, 0, 0, 1 and metres in the last column"
+        )
+    if not np.allclose(np.swapaxes(R, -1, -2) @ R, np.eye(3), atol=RIGID) or (np.linalg.det(R) < 0).any():
+        raise UserError(f"{name} is {T.tolist()}; its 3 x 3 part must be a right-handed rotation without a scale")
+
+
+def check_kinds(**entries: NDArray[Any] | None) -> None:
+    """Reject depth that is not in floating-point metres and masks that are not bool; raises UserError."""
+    for name, value in entries.items():
+        if value is None:
+            continue
+        if name == "depth_m" and not np.issubdtype(value.dtype, np.floating):
+            raise UserError(f"{name} is {value.dtype}; must be floats in metres, such as 0.001 * depth of millimetres")
+        if name != "depth_m" and value.dtype != bool:
+            raise UserError(f"{name} is {value.dtype}; must be bool, such as {name} > 0")
 
 
 def project(points_cam_m: FloatArray, K: FloatArray) -> FloatArray:

@@ -8,7 +8,16 @@ from typing import Any
 import numpy as np
 
 from mmrl.errors import UserError
-from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, ImageArray
+from robotics.flow3d.geometry import (
+    BoolArray,
+    DepthArray,
+    FloatArray,
+    ImageArray,
+    check_intrinsics,
+    check_kinds,
+    check_poses,
+    has_focal,
+)
 
 REASONS = {
     "moving_camera": "the camera moves and its poses are unknown",
@@ -83,6 +92,12 @@ class RgbdVideo:
         ):
             if value is not None and value.shape != expected:
                 raise UserError(f"{name} has the shape {value.shape}; with rgb {self.rgb.shape} it must be {expected}")
+        check_kinds(depth_m=self.depth_m, gripper_mask=self.gripper_mask)
+        if self.K is not None and has_focal(self.K):
+            check_intrinsics(self.K)
+        for name, poses in (("T_world_cam", self.T_world_cam), ("T_world_cams", self.T_world_cams)):
+            if poses is not None:
+                check_poses(poses, name)
 
     def __len__(self) -> int:
         return len(self.rgb)
@@ -95,7 +110,7 @@ class RgbdVideo:
     @property
     def intrinsics_px(self) -> FloatArray:
         """(3, 3) intrinsics; raises RejectedVideo without them."""
-        if self.K is None or not np.isfinite(self.K).all() or self.K[0, 0] <= 0 or self.K[1, 1] <= 0:
+        if self.K is None or not has_focal(self.K):
             raise RejectedVideo("no_intrinsics", f"K is {None if self.K is None else self.K.tolist()}")
         return self.K
 

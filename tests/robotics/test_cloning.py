@@ -2,6 +2,7 @@
 
 import json
 import logging
+import shutil
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from mmrl.training.run import train
 from mmrl.training.settings import BaseTrainerConfig, CheckpointConfig, TrackingConfig
 from mmrl.training.trainer import collect_metrics
 from mmrl.training.update import count_denominators
-from robotics.data import LeRobotReader
+from robotics.data import EpisodeWriter, LeRobotReader, robot_features
 from robotics.data.reader import LazyImages
 from robotics.episodes.collect import ActingSettings, replay_episode, run_episodes
 from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, load_demonstrations
@@ -253,6 +254,16 @@ def test_decoded_images_are_mapped_from_the_cache(tmp_path, recorded, monkeypatc
     finally:
         about.write_text(before)
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 2
+
+
+def test_a_dataset_that_was_recorded_again_has_images_of_its_own_in_the_cache(tmp_path):
+    rows, features = np.zeros((3, 2), np.float32), robot_features(2, 2, {"front": (8, 8)}, video=False)
+    for value in (10, 200):
+        shutil.rmtree(tmp_path / "data", ignore_errors=True)
+        with EpisodeWriter(tmp_path / "data", fps=10, features=features) as writer:
+            writer.add_episode(rows, rows, {"front": np.full((3, 8, 8, 3), value, np.uint8)}, task="go", success=True)
+        config = DemonstrationConfig(str(tmp_path / "data"), cache=str(tmp_path / "cache"))
+        assert load_demonstrations(config).images[0][0, 0, 0, 0] == value
 
 
 def test_each_image_is_decoded_once(recorded, monkeypatch):

@@ -8,7 +8,8 @@ import pytest
 
 from mmrl.errors import UserError
 from mmrl.hub.video_writing import write_mp4
-from robotics.data import LeRobotReader, action_chunks
+from robotics.data import EpisodeWriter, LeRobotReader, action_chunks, robot_features
+from robotics.episodes.demonstrations import DemonstrationConfig, load_demonstrations
 
 av = pytest.importorskip("av", reason="needs pip install 'mmrl-suite[vlm]'")
 pa = pytest.importorskip("pyarrow", reason="needs pip install 'mmrl-suite[vlm]'")
@@ -202,7 +203,7 @@ def test_corrupt_frames_repeat_a_neighbour_and_are_counted(tmp_path):
     assert np.abs(found[[0, 1, 5]] - wanted[[0, 1, 5]]).mean() < 2
 
 
-def test_a_video_that_ends_early_is_counted_or_named(tmp_path):
+def test_a_video_that_ends_early_is_counted_or_named(tmp_path, caplog):
     write(tmp_path, range(2))
     path = tmp_path / f"videos/{VIDEO}/chunk-000/file-000.mp4"
     with av.open(str(path)) as container:
@@ -216,10 +217,28 @@ def test_a_video_that_ends_early_is_counted_or_named(tmp_path):
     reader = LeRobotReader(tmp_path)
     assert len(reader.images(1, "front")) == 6
     assert reader.counts["corrupt_frames"] == 3
+    lost = f"3 of the 6 images {VIDEO} of episode 1 in {path} cannot be decoded, the first of them is 3"
+    assert lost in caplog.text
     row = reader.episodes[1]
     row[f"videos/{VIDEO}/from_timestamp"] = 2.0
     with pytest.raises(UserError, match=r"no readable frame from 2\.000 s on"):
         reader.images(1, "front")
+
+
+def test_an_episode_that_lost_more_than_a_tenth_of_its_images_is_refused(tmp_path):
+    frames = np.full((40, 32, 32, 3), 100, np.uint8)
+    rows = np.zeros((40, 2), np.float32)
+    with EpisodeWriter(tmp_path, fps=10, features=robot_features(2, 2, {"front": (32, 32)})) as writer:
+        writer.add_episode(rows, rows, {"front": frames}, task="push", success=True)
+    (path,) = tmp_path.glob("videos/**/*.mp4")
+    write_mp4(path, frames[:10], 10)
+    with pytest.raises(UserError, match=r"30 of the 40 images .*front of episode 0 in .*mp4 .* is 10; at most"):
+        load_demonstrations(DemonstrationConfig(str(tmp_path)))
+    write_mp4(path, frames[::2], 5)  # half the rate of the data
+    with pytest.raises(UserError, match="20 of the 40 images"):
+        LeRobotReader(tmp_path).images(0, "front")
+    write_mp4(path, frames[:37], 10)
+    assert len(LeRobotReader(tmp_path).images(0, "front")) == 40
 
 
 def test_broken_pngs_are_counted(tmp_path):

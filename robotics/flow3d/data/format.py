@@ -80,6 +80,7 @@ def depth_unit(depth_m: DepthArray, finest_m: float) -> float:
 
 def row_of(clip: FlowClip, split: str, finest_unit_m: float) -> dict[str, Any]:
     """Write a clip as a row."""
+    clip.check_finite()
     seen = clip.observation
     unit = depth_unit(seen.depth_m, finest_unit_m)
     # integers have no NaN: holes are stored as 0
@@ -138,7 +139,10 @@ def clip_of(row: Mapping[str, Any]) -> FlowClip:
         meta["task"] = row["task"]
     meta |= json.loads(row["meta"])
     flow = np.asarray(row["flow"], dtype=np.float64).reshape(-1, grid, grid, 4)
-    return FlowClip(observation, points.reshape(grid, grid, 3), flow, row["source"], json.loads(row["quality"]), meta)
+    quality = json.loads(row["quality"])
+    clip = FlowClip(observation, points.reshape(grid, grid, 3), flow, row["source"], quality, meta)
+    clip.check_finite()
+    return clip
 
 
 def rows_of(table: pa.Table) -> list[dict[str, Any]]:

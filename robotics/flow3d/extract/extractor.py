@@ -20,7 +20,7 @@ from robotics.flow3d.extract.backends import DepthSource, Detector, PointTracker
 from robotics.flow3d.extract.camera import camera_motion_px, seen_from_first
 from robotics.flow3d.extract.depth import DenoisedDepth, depth_noise_m
 from robotics.flow3d.extract.rigid_chain import RigidChain
-from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, IndexArray, depth_at, lift
+from robotics.flow3d.geometry import BoolArray, DepthArray, FloatArray, IndexArray, check_kinds, depth_at, lift
 from robotics.flow3d.rigid_motion import fit_motions
 from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
@@ -173,11 +173,16 @@ class FlowExtractor:
         # depth first: the camera check and the detector need it cleaned
         video = self._still(replace(video, depth_m=self.depth.depth_m(video)))
         mask, depth_m = self.detector.detect(video), video.known_depth_m
+        check_kinds(mask=mask)
         points = self._points(mask, depth_m[0], K)
         tracks = self.tracker.track(video, mask, points[:, :2])
         places = lifted(tracks, depth_m)
+        # a point that is hidden from the start keeps the depth of its pixel until it is seen
+        places[..., 2] = np.where(np.isfinite(places[..., 2]), places[..., 2], points[:, 2])
+        if not np.isfinite(places).all():
+            raise RejectedVideo("lost_track", "its positions are not finite")
         # The tracker's depth of the first frame may be more accurate than the pixels'.
-        points = np.where(np.isfinite(places[0]), places[0], points)
+        points = places[0]
         chosen = self._frames(lift(places, K))
         flow = np.concatenate([places[chosen], tracks.visible[chosen, :, None]], -1)
         # after the choice of frames: what the clip does not show must not reject it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
@@ -24,13 +25,15 @@ from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
 COLOURS = (".png", ".jpg", ".jpeg")
 DEPTHS = (".png", ".npy")
+COARSEST_M = 0.1
+"""Largest unit of integer depth; a larger one is not in metres."""
 
 
 def read_rgbd_folder(folder: str | os.PathLike[str]) -> RgbdVideo:
     """Read a video.
 
         my_video/
-          rgb/000000.png ...     8-bit colour, or JPEG; frames in the order of their names. Or rgb.mp4, any video that
+          rgb/000000.png ...     8-bit colour, or JPEG; frames in the order of their numbers. Or rgb.mp4, any video that
                                  FFmpeg reads
           depth/000000.png ...   16-bit, one for each frame; or 000000.npy in metres. Or depth.npz with one array of all
                                  frames, integers in units or metres. Optional with a depth model.
@@ -91,6 +94,8 @@ def _colour(path: Path) -> ImageArray:
 
 def _depths(place: Path, unit_m: float | None) -> DepthArray | None:
     images, archive = _files(place / "depth", DEPTHS), place / "depth.npz"
+    if archive.is_file() and images:
+        raise UserError(f"{place} has depth.npz and images in depth/; keep one of them")
     if archive.is_file():
         with np.load(archive, allow_pickle=False) as content:
             if len(content.files) != 1:
@@ -118,14 +123,19 @@ def depth_of(pixels: NDArray[Any], unit_m: float | None, where: str) -> DepthArr
     if pixels.dtype.itemsize < 2:
         raise UserError(f"{where} is {pixels.dtype}; depth must be 16-bit integers or metres")
     # no default for files: millimetres and tenths of them are both common
-    if not unit_m:
+    if unit_m is None:
         raise UserError(f'{where} contains integers, but "depth_unit_m" (such as 0.001) is missing')
+    if not 0 < unit_m <= COARSEST_M:
+        raise UserError(f"depth_unit_m is {unit_m:g}; must be the metres of one unit of {where}, such as 0.001")
     return (pixels * unit_m).astype(np.float32)
 
 
 def _files(folder: Path, suffixes: tuple[str, ...]) -> list[Path]:
-    # frame order is that of the names
-    return sorted(path for path in folder.glob("*") if path.suffix.lower() in suffixes)
+    # by the numbers in the names: 2.png comes before 10.png
+    def order(path: Path) -> list[tuple[int, str]]:
+        return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path.name)]
+
+    return sorted(sorted(path for path in folder.glob("*") if path.suffix.lower() in suffixes), key=order)
 
 
 def _image(path: Path) -> Any:

@@ -165,6 +165,7 @@ def _of_function(config: ClipSetConfig, where: str) -> list[FlowClip]:
     for clip in found:
         if not isinstance(clip, FlowClip):
             raise UserError(f"function {config.function} returned a {type(clip).__name__}; expected FlowClips")
+        clip.check_finite()
         clips.append(clip)
         # a function may yield clips without end
         if len(clips) == config.limit:

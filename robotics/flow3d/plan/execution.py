@@ -58,11 +58,19 @@ class Executor:
 
     def observe(self) -> Observation:
         """Observe; raises PlanFailed if the camera fails."""
-        return _call(self.robot.observe, Failure.NO_OBSERVATION)
+        found = _call(self.robot.observe, Failure.NO_OBSERVATION)
+        if not isinstance(found, Observation):
+            raise PlanFailed(Failure.NO_OBSERVATION, f"observe() returned a {type(found).__name__}, not an Observation")
+        return found
 
     def joint_rad(self) -> FloatArray:
-        """(J,) current angles."""
-        return np.asarray(_call(self.robot.joint_rad, Failure.ROBOT_FAILED), dtype=np.float64)
+        """(J,) current angles; raises PlanFailed if they are not those of the arm's joints."""
+        found = np.asarray(_call(self.robot.joint_rad, Failure.ROBOT_FAILED), dtype=np.float64)
+        joints = self.ik.arm.joints
+        if found.shape != (len(joints),) or not np.isfinite(found).all():
+            detail = f"joint_rad() returned {found.tolist()}; must be the finite angles of {', '.join(joints)}"
+            raise PlanFailed(Failure.ROBOT_FAILED, detail)
+        return found
 
     def take(self, round_: PlanRound) -> None:
         """Grasp the object, trying other grasps if one misses."""

@@ -53,12 +53,13 @@ class Predictor:
             return PlanTry(
                 seed, np.zeros((0, *points.shape[:2], 4)), failure=Failure.MODEL_FAILED, detail=one_line(error)
             )
-        if not np.isfinite(flow).all() or not (flow[..., 2] > 0).all():
+        numbers = np.concatenate([points[None], flow[..., :3]])
+        if not (np.isfinite(numbers).all() and np.isfinite(flow).all() and (numbers[..., 2] > 0).all()):
             return PlanTry(
                 seed,
                 flow,
                 failure=Failure.DEGENERATE_GEOMETRY,
-                detail="the flow is not finite or lies behind the camera",
+                detail="the points or their flow are not finite or lie behind the camera",
             )
         seen = (clip.visible > VISIBLE_SHARE).sum(-1)
         # a median, because a few frames may hide the object; three points determine a motion

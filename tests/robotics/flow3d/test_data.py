@@ -269,6 +269,10 @@ def test_clips_and_folders_that_do_not_fit_are_refused(folder, tmp_path):
             writer.add(a_clip(frames=4))
         with pytest.raises(UserError, match="'a/b'"):
             writer.add(a_clip(), split="a/b")
+        lost = a_clip(source="arm")
+        lost.flow[1, 0, 0, 0] = np.nan
+        with pytest.raises(UserError, match="flow of the clip 'arm', 'do 0', are not finite; lost points keep"):
+            writer.add(lost)
     with pytest.raises(UserError, match="has no clips"):
         FlowReader(tmp_path / "new")
     with pytest.raises(UserError, match="T=3 and N=2, not T=5"):

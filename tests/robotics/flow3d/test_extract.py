@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,11 +28,14 @@ from robotics.flow3d.extract import (
     SimState,
     read_rgbd_folder,
 )
+from robotics.flow3d.extract.backends import Tracks
 from robotics.flow3d.extract.camera import klt_tracks
-from robotics.flow3d.extract.depth import depth_noise_m
+from robotics.flow3d.extract.depth import SensorDepth, depth_noise_m
+from robotics.flow3d.extract.extractor import QualityLimits
 from robotics.flow3d.extract.rigid_chain import align_to_surface, fitted_normals, surface_normals
 from robotics.flow3d.geometry import angle_rad, apply_pose, intrinsics, make_pose, project
 from robotics.flow3d.metrics import draw_flow, flow_strip
+from robotics.flow3d.video import RgbdVideo
 from tests.robotics.flow3d.rgbd_scene import rgbd_video
 from tests.robotics.flow3d.some_clips import a_clip
 
@@ -182,6 +186,31 @@ def test_unusable_videos_are_rejected_with_a_reason(video):
 def test_truth_is_asked_of_simulators_only(video):
     with pytest.raises(UserError, match="no ground truth from a simulator"):
         FlowExtractor(EIGHT, SimSegmentation()).extract(dataclasses.replace(video, truth=None))
+
+
+def test_a_point_that_is_never_seen_keeps_the_depth_of_its_pixel():
+    steps = 2 * np.arange(12)
+    depth, mask = np.ones((12, 48, 64), np.float32), np.zeros((48, 64), bool)
+    mask[16:30, 10:26] = True
+    for step, frame in zip(steps, depth, strict=True):
+        frame[16:30, 10 + step : 26 + step] = 0.9
+
+    def track(video, mask, uv):
+        visible = np.ones((12, len(uv)))
+        visible[:, 3], visible[:6, 5] = 0.0, 0.0
+        return Tracks(uv + np.stack([steps, 0 * steps], -1)[:, None], visible)
+
+    rgb = np.random.default_rng(0).integers(0, 256, (12, 48, 64, 3), dtype=np.uint8)
+    video = RgbdVideo(rgb, depth, np.array([[60.0, 0, 32], [0, 60, 24], [0, 0, 1]]))
+    parts = {"detector": SimpleNamespace(detect=lambda _: mask), "depth": SensorDepth()}
+    limits = QualityLimits(most_camera_px=None)
+    found = FlowExtractor(EIGHT, tracker=SimpleNamespace(track=track), limits=limits, **parts).extract(video)
+    np.testing.assert_allclose([*found.flow[..., 2].ravel(), *found.points[..., 2].ravel()], 0.9, rtol=1e-6)
+    with pytest.raises(UserError, match="mask is uint8; must be bool"):
+        FlowExtractor(EIGHT, SimpleNamespace(detect=lambda _: mask.astype(np.uint8)), limits=limits).extract(video)
+    nowhere = SimpleNamespace(track=lambda *given: Tracks(track(*given).uv_px * np.nan, np.ones((12, 16))))
+    with pytest.raises(RejectedVideo, match="lost_track"):
+        FlowExtractor(EIGHT, tracker=nowhere, limits=limits, **parts).extract(video)
 
 
 def test_a_users_functions(video, tmp_path):

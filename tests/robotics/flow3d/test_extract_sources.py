@@ -73,6 +73,14 @@ def test_damaged_folders_are_named_with_their_fault(tmp_path):
         read_rgbd_folder(small_folder(tmp_path / "bits", metres.astype(np.uint8), unit=0.01))
     with pytest.raises(UserError, match="5 colour frames and 4 depth frames"):
         read_rgbd_folder(small_folder(tmp_path / "short", metres[:4]))
+    for unit in (1000, -0.001):
+        with pytest.raises(UserError, match=f"depth_unit_m is {unit}; must be the metres of one unit of .*depth.npz"):
+            read_rgbd_folder(small_folder(tmp_path / f"unit{unit}", metres.astype(np.uint16), unit=unit))
+    folder = small_folder(tmp_path / "twice", metres)
+    (folder / "depth").mkdir()
+    np.save(folder / "depth/0.npy", metres[0])
+    with pytest.raises(UserError, match=r"depth\.npz and images"):
+        read_rgbd_folder(folder)
     folder = small_folder(tmp_path / "both", metres)
     (folder / "rgb").mkdir()
     Image.new("RGB", (32, 24)).save(folder / "rgb/0.png")
@@ -85,6 +93,18 @@ def test_damaged_folders_are_named_with_their_fault(tmp_path):
     (folder / "rgb.mp4").unlink()
     with pytest.raises(UserError, match="has no frames"):
         read_rgbd_folder(folder)
+
+
+def test_frames_are_in_the_order_of_their_numbers(tmp_path):
+    for name in ("rgb", "depth"):
+        (tmp_path / name).mkdir()
+    for number in range(12):
+        Image.new("RGB", (4, 3), (number, 0, 0)).save(tmp_path / f"rgb/frame{number}.png")
+        np.save(tmp_path / f"depth/{number}.npy", np.full((3, 4), 1.0 + number))
+    (tmp_path / "camera.json").write_text(json.dumps({"K": np.asarray(K).tolist()}))
+    found = read_rgbd_folder(tmp_path)
+    assert found.rgb[:, 0, 0, 0].tolist() == list(range(12))
+    assert found.depth_m[:, 0, 0].tolist() == [1.0 + number for number in range(12)]
 
 
 def write_dataset(folder, metres):

@@ -148,6 +148,13 @@ def broken(name, error):
     return robot
 
 
+def giving(name, value):
+    """A robot one of whose methods returns a value."""
+    robot = FakeRobot(BenchArm("panda"))
+    setattr(robot, name, lambda: value)
+    return robot
+
+
 def stuck():
     """An arm that is blocked."""
     robot = FakeRobot(BenchArm("panda"))
@@ -160,6 +167,14 @@ def flow_of(value, row=0):
     flow = clip_to(GOAL).flow.copy()
     flow[..., row] = value
     return flow
+
+
+def clip_with_points(depth_m):
+    """The clip to the goal with another depth of one query point."""
+    clip = clip_to(GOAL)
+    points = clip.points.copy()
+    points[0, 0, 2] = depth_m
+    return dataclasses.replace(clip, points=points)
 
 
 class Sideways:
@@ -181,6 +196,8 @@ LINE[100, 40:60] = True
     ("failure", "robot", "flow"),
     [
         (Failure.NO_OBSERVATION, lambda: broken("observe", RunError("no image")), None),
+        (Failure.NO_OBSERVATION, lambda: giving("observe", None), None),
+        (Failure.NO_OBSERVATION, lambda: seeing(T_world_cam=np.full((4, 4), np.nan)), None),
         (Failure.NO_MOVING_OBJECT, lambda: seeing(mask=np.zeros((SIDE_PX, SIDE_PX), bool)), None),
         (Failure.NO_MOVING_OBJECT, lambda: seeing(mask=None), None),
         (Failure.NO_MOVING_OBJECT, lambda: seeing(), StraightModel(CENTRE, frames=1)),
@@ -188,10 +205,14 @@ LINE[100, 40:60] = True
         (Failure.TOO_FEW_POINTS, lambda: seeing(mask=FEW), None),
         (Failure.TOO_FEW_POINTS, lambda: seeing(), flow_of(0.0, 3)),
         (Failure.DEGENERATE_GEOMETRY, lambda: seeing(), flow_of(np.nan)),
+        (Failure.DEGENERATE_GEOMETRY, lambda: seeing(), clip_with_points(np.nan)),
+        (Failure.DEGENERATE_GEOMETRY, lambda: seeing(), clip_with_points(0.0)),
         (Failure.DEGENERATE_GEOMETRY, lambda: seeing(mask=LINE), Sideways()),
         (Failure.MODEL_FAILED, lambda: seeing(), None),
         (Failure.UNREACHABLE, lambda: seeing(), StraightModel([0.3, 1.3, 0.3])),
         (Failure.ROBOT_FAILED, lambda: broken("move", OSError("cable")), None),
+        (Failure.ROBOT_FAILED, lambda: giving("joint_rad", np.zeros(8)), None),
+        (Failure.ROBOT_FAILED, lambda: giving("joint_rad", np.full(7, np.nan)), None),
         (Failure.GRASP_MISSED, lambda: FakeRobot(BenchArm("panda"), misses=9), None),
         (Failure.ARM_STALLED, lambda: stuck(), None),
     ],
