@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 
@@ -21,7 +22,7 @@ from mmrl.training.processes import make_accelerator
 from robotics.episodes.collect import ActingSettings, action_scale
 from robotics.methods.robot_recipe import RobotParts
 from robotics.policies.base.action_policy import ActionPolicy, open_policy
-from robotics.policies.base.action_statistics import ActionRange, ActionStatistics
+from robotics.policies.base.action_statistics import BEYOND, ActionRange, ActionStatistics
 from robotics.policies.base.encoder import Vocabulary
 from robotics.policies.base.saved import is_saved_policy
 from robotics.policies.policy_loading import load_action_policy
@@ -70,13 +71,19 @@ class ServedPolicy:
             image_size: (H, W) of its images, None in it for any number; None without images.
             state_size: entries of its state; None without a state.
             views: further cameras; as many as the policy sees when None.
+
+        Raises:
+            UserError: the policy was never in a simulator, and its actions may be in other units than -1..1.
         """
         scale = "none" if policy.statistics is None else "bounds_q99"
         cameras = (policy.views or 0) if views is None else views
         known = policy.interface or RobotInterface()
         read = ObservationFormat(image_size, state_size, config, cameras, policy.past, known)
-        bounds = policy.action_bounds if config.action_units == "environment" else None
-        return cls(policy.eval(), read, config, action_scale(policy, ActingSettings(scale=scale)), bounds)
+        bounds = policy.robot_bounds if config.action_units == "environment" else None
+        statistics = action_scale(policy, ActingSettings(scale=scale))
+        if policy.interface is None and policy.action_bounds is None:
+            _check_units(policy, statistics)
+        return cls(policy.eval(), read, config, statistics, bounds)
 
 
 def open_served_policy(
@@ -136,6 +143,21 @@ def _of_run(run_dir: Path, entry: RecipeEntry, run: Any, config: ServeConfig, st
         **({"stop": list(ACTION_STOP)} if run.sim.kind == "tabletop" else {}),
     }
     return _placed(served, make_accelerator(run.trainer.mixed_precision), about)
+
+
+def _check_units(policy: ActionPolicy, statistics: ActionStatistics | None) -> None:
+    """Reject a policy whose actions would be clipped to -1..1, although they may be in other units."""
+    if not policy.units_known:
+        raise UserError(
+            "nothing says the units of the policy's actions: its folder has no statistics of them; set action_low and "
+            "action_high to the values of its data that are -1 and 1, such as the robot's limits"
+        )
+    ends = np.zeros(1) if statistics is None else np.stack([statistics.q01, statistics.q99])[:, statistics.mask]
+    if np.abs(ends).max(initial=0.0) > BEYOND:
+        raise UserError(
+            f"the statistics of the policy's actions go from {ends.min():.4g} to {ends.max():.4g}, but only -1..1 can "
+            "be served; train it in an environment whose action space is -1..1, and serve that run"
+        )
 
 
 def _users_policy(run: Any, model: Path) -> tuple[ActionPolicy, ImageSize, int | None]:

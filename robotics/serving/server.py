@@ -391,7 +391,7 @@ def _check_stop(served: ServedPolicy) -> None:
     stop, size = served.config.stop, served.policy.action_size
     if len(stop) not in (0, 1, size):
         raise UserError(f"stop has {len(stop)} entries; give one, or one for each of the {size} entries of an action")
-    if "zero" in stop and served.config.action_units == "normalised" and served.policy.action_bounds is not None:
+    if "zero" in stop and served.config.action_units == "normalised" and served.policy.robot_bounds is not None:
         raise UserError(
             "stop=zero is no motion in the environment's units, but action_units=normalised sends others; use "
             "action_units=environment"

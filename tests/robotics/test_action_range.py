@@ -19,7 +19,11 @@ from robotics.policies.base.action_statistics import ActionRange, ActionStatisti
 from robotics.policies.lerobot.flow import LeRobotFlowConfig, LeRobotFlowPolicy
 from robotics.policies.lerobot.gaussian import LeRobotPolicy, LeRobotPolicyConfig
 from robotics.policies.policy_loading import ActionPolicyConfig, load_action_policy
+from robotics.serving import ServeConfig
+from robotics.serving.opening import ServedPolicy
+from robotics.serving.queue import choose_chunks
 from robotics.sim.gym_adapter import GymRow
+from robotics.sim.interface import RobotInterface
 from robotics.sim.subprocess_sim import problem_in_hello
 from tests.robotics.ball_env import HIGH, LOW, Ball
 from tests.robotics.line_demos import demonstrate
@@ -29,6 +33,7 @@ from tests.robotics.test_lerobot_flow import GAP, moved
 from tests.robotics.test_lerobot_policy import configuration, inputs, seeded
 from tests.robotics.test_sim_faults import GOOD
 
+SERVED = (ServeConfig(), None, 2)
 LEAST, MOST = 0.04, 0.24
 """Data values of -1 and 1 for the policies below, whose own actions are 0.12 and -0.12."""
 
@@ -116,6 +121,26 @@ def test_a_saved_policy_keeps_its_range(policy, tmp_path, closing):
     opened = closing(open_policy(tmp_path))
     assert opened.action_range == policy.action_range == ActionRange((LEAST,), (MOST,))
     assert torch.equal(opened.act(inputs(), seeded()).actions, policy.act(inputs(), seeded()).actions)
+
+
+def test_a_policy_without_a_simulator_is_served_in_the_units_of_its_data_and_only_if_they_are_known(policy):
+    assert policy.units_known
+    inside = [chunk.actions for chunk in choose_chunks(ServedPolicy.from_policy(policy, *SERVED), inputs(), seeded())]
+    scaled_config = ServeConfig(action_units="normalised")
+    scaled_ones = choose_chunks(ServedPolicy.from_policy(policy, scaled_config, None, 2), inputs(), seeded())
+    own = ActionRange((LEAST,), (MOST,))
+    for mine, theirs in zip(inside, scaled_ones, strict=True):
+        np.testing.assert_allclose(mine, own.to_data(torch.from_numpy(theirs.actions)), rtol=1e-6)
+    policy.interface = RobotInterface()  # from here on, it was trained in a simulator with -1..1
+    met = choose_chunks(ServedPolicy.from_policy(policy, *SERVED), inputs(), seeded())
+    np.testing.assert_array_equal(met[0].actions, scaled_ones[0].actions)
+    policy.interface, policy.units_known = None, False
+    with pytest.raises(UserError, match=r"nothing says the units of the policy's actions.* set action_low and"):
+        ServedPolicy.from_policy(policy, *SERVED)
+    policy.units_known, policy.action_range = True, None
+    policy.statistics = ActionStatistics.from_arrays(np.array([[-2.9], [2.9]]))
+    with pytest.raises(UserError, match=r"go from -2\.8.* to 2\.8.*, but only -1\.\.1 can be served"):
+        ServedPolicy.from_policy(policy, *SERVED)
 
 
 def test_only_entries_that_become_actions_differ_in_a_flow(closing):

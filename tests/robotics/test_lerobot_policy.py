@@ -68,6 +68,7 @@ def moved(policy):
 def test_greedy_actions_are_those_of_the_frozen_policy(policy):
     choice = policy.act(inputs(), seeded(), greedy=True)
     assert choice.actions.shape == (3, 4, 1)
+    assert not policy.units_known, "neither options nor statistics say them"
     np.testing.assert_allclose(choice.actions[:, :, 0], [[0.12] * 4, [-0.12] * 4, [0.12] * 4], atol=0.01)
     assert torch.equal(choice.actions, policy.act(inputs(), seeded(), greedy=True).actions)
     assert not torch.equal(choice.actions, policy.act(inputs(), seeded(1), greedy=True).actions)

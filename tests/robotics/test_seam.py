@@ -253,6 +253,17 @@ def test_a_lerobot_policys_own_statistics_are_read(caplog):
         check_data("my_pusht", data, ActionRange((0.0,), (512.0,)))
     assert "state entries [1] never changed in the data of my_pusht" in caplog.text
     check_data("my_pusht", {}, None)
+    radians = {"action": {"min": [-2.9, -1.0], "max": [2.9, 0.5]}}
+    with pytest.raises(
+        UserError, match=r"-2\.9 to 2\.9, outside -1\.\.1, .*the data have \[-2\.9, -1\.0\] and \[2\.9, 0"
+    ):
+        check_data("my_franka", radians, None)
+    check_data("my_franka", radians, ActionRange((-2.9, -1.8), (2.9, 1.8)))
+    assert "my_franka" not in caplog.text
+    with caplog.at_level(logging.WARNING, "mmrl"):
+        check_data("my_franka", radians, ActionRange((-1.0, -1.0), (1.0, 1.0)))  # stated: clipping is meant
+    assert "from -2.9 to 2.9, outside -1..1; its actions are clipped to that" in caplog.text
+    check_data("my_cart", {"action": {"min": [-1.0], "max": [1.005]}}, None)
     stats = {"action": {"min": torch.zeros(1), "max": np.ones(1), "mean": [0.5]}, "other": {"min": [0], "max": [1]}}
     steps = [SimpleNamespace(), SimpleNamespace(stats=stats), SimpleNamespace(stats=None)]
     assert data_statistics([SimpleNamespace(steps=steps)]) == {"action": {"min": [0.0], "max": [1.0]}}

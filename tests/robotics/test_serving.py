@@ -33,6 +33,7 @@ from robotics.serving.messages import pack as own_pack
 from robotics.serving.messages import unpack as own_unpack
 from robotics.serving.observations import ObservationFormat
 from robotics.serving.opening import ServedPolicy
+from robotics.sim.interface import RobotInterface
 from tests.robotics.line_sim import LineSim
 from tests.robotics.openpi_messages import pack, unpack
 
@@ -160,6 +161,7 @@ def test_a_served_episode_is_that_of_an_evaluation():
     sim = LineSim()
     policy = tiny_policy(sim)
     policy.statistics = ActionStatistics.from_arrays(np.linspace(-1.5, 0.9, 50)[:, None])
+    policy.interface = RobotInterface()  # as after training in a simulator
     (episode,) = list_episodes(EpisodeSetConfig(tasks=["left"], layouts=1), sim.tasks(), sim.layouts())
     settings = ActingSettings(scale="bounds_q99")
     wanted = run_episodes(policy, sim, [episode], settings, torch.Generator(), greedy=True).actions[0]

@@ -148,12 +148,20 @@ class ActionPolicy(nn.Module, ABC):
     simulator's images as they are."""
     action_range: ActionRange | None = None
     """Values in the policy's own units that correspond to -1 and 1 in the simulator; applied inside the policy."""
+    units_known: bool = True
+    """Whether anything says the units of its actions: options, or statistics of its data."""
     action_bounds: ActionRange | None = None
     """Values in the environment's own units that correspond to -1 and 1 in the simulator used for training; None if the
     environment uses -1..1 too. Saved with the policy, for driving a real robot."""
     interface: RobotInterface | None = None
     """Names and order of states and actions, cameras and control rate used in training; None if untrained. Saved with
     the policy and compared with every simulator it acts in."""
+
+    @property
+    def robot_bounds(self) -> ActionRange | None:
+        """Values for -1 and 1 in a robot's units: those of the simulator, or of the data if it was never in one."""
+        return self.action_range if self.interface is None and self.action_bounds is None else self.action_bounds
+
     has_means: bool = False
     """Whether decisions are Gaussians with fixed noise. The policy then has `means(batch, decisions)` and
     `divergence(batch, decisions, means_old, temperature)`, the exact divergence (B, T) from Gaussians around

@@ -28,12 +28,14 @@ SMALLEST_STD = 1e-6
 FARTHEST = 3.0
 """Actions beyond this, on the scale -1..1, are more than a full range outside, which means different units rather than
 a few large commands."""
+BEYOND = 1.01
+"""Actions up to this, on the scale -1..1, count as inside."""
 STATE_LIMIT = 10.0
+"""Standardised states are clipped to this."""
 MOVES = 1e-6
 """Standard deviation above which an entry of the state counts as moving; others are only centred."""
 QUIET = 0.05
 """Fraction of the median standard deviation of the moving entries below which one of them counts as quiet."""
-"""Standardised states are clipped to this."""
 
 
 @dataclass(frozen=True)

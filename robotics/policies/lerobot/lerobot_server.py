@@ -18,7 +18,7 @@ from mmrl.trust import check_foreign, remember
 from mmrl.workers.engine import WorkerFailure, WorkerSpec
 from mmrl.workers.pool import Request, WorkerPool
 from robotics.policies.base.action_policy import ActionPolicy, PolicyInputs
-from robotics.policies.base.action_statistics import FARTHEST, ActionRange, check_bounds
+from robotics.policies.base.action_statistics import BEYOND, FARTHEST, ActionRange, check_bounds
 from robotics.policies.base.saved import (
     check_sizes,
     make_config,
@@ -137,7 +137,9 @@ class LeRobotServer:
             self.action_range = ActionRange.of(
                 config.action_low, config.action_high, self.hello["action_size"], str(self.folder)
             )
-            check_data(str(self.folder), self.hello.get("data") or {}, self.action_range)
+            data = self.hello.get("data") or {}
+            check_data(str(self.folder), data, self.action_range)
+            self.units_known = self.action_range is not None or "action" in data
         except UserError:
             # the process has started; an error must not leave it running
             self.pool.close()
@@ -228,7 +230,7 @@ def check_data(folder: str, data: Mapping[str, Mapping[str, list[float]]], units
         units: the values that are -1 and 1 of the simulator; None = -1 and 1.
 
     Raises:
-        UserError: the data reach more than a whole range outside.
+        UserError: the data reach more than a whole range outside, or outside at all of units that nobody stated.
     """
     actions, state = data.get("action"), data.get("observation.state")
     if actions is not None:
@@ -236,12 +238,17 @@ def check_data(folder: str, data: Mapping[str, Mapping[str, list[float]]], units
         # another number of entries is reported elsewhere, by the check against the simulator
         fitting = units is None or len(units.low) == ends.shape[1]
         scaled = ends if units is None or not fitting else units.to_sim(ends)
-        if fitting and float(scaled.abs().max()) > FARTHEST:
+        farthest = float(scaled.abs().max()) if fitting else 0.0
+        reach = f"{folder} was trained on actions from {float(ends.min()):.4g} to {float(ends.max()):.4g}"
+        # radians, for example, lie within a range of -1..1, and the clipped rest of a pose moves an arm elsewhere
+        if farthest > FARTHEST or (farthest > BEYOND and units is None):
             raise UserError(
-                f"{folder} was trained on actions from {float(ends.min()):.4g} to {float(ends.max()):.4g}, far "
-                f"outside {units or '-1..1'}, which is mapped to the simulator's -1..1; set model.options.action_low "
-                "and action_high, or action_box"
+                f"{reach}, {'far ' * (farthest > FARTHEST)}outside {units or '-1..1'}, which is mapped to the "
+                "simulator's -1..1; set model.options.action_low and action_high to the values that are -1 and 1, such "
+                f"as the robot's limits (the data have {actions['min']} and {actions['max']}), or action_box"
             )
+        if farthest > BEYOND:
+            LOGGER.warning("%s, outside %s; its actions are clipped to that", reach, units)
     if state is not None:
         pairs = enumerate(zip(state["min"], state["max"], strict=True))
         still = [entry for entry, (least, most) in pairs if least == most]
@@ -271,6 +278,7 @@ class ServedActionPolicy(ActionPolicy):
         self.past = self._server.past
         self.image_fit = self._server.image_fit
         self.action_range = self._server.action_range
+        self.units_known = self._server.units_known
         self.chunk = self._server.hello["chunk"]
         self.action_size = self._server.hello["action_size"]
 
