@@ -61,8 +61,7 @@ class InterventionConfig:
     """Episodes that an overseer watches."""
 
     path: str = rare("")
-    """Folder of the recorded episodes; empty = interventions in the run folder. Episodes that are already there are the
-    first ones of the run."""
+    """Folder of the recorded episodes; empty = interventions in the run folder. Episodes in it are the run's first."""
     episodes: int = bounded(10, at_least=1)
     """Episodes in a round."""
     every: int = bounded(100, at_least=1)

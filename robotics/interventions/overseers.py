@@ -2,8 +2,8 @@
 
 At every control step an overseer sees what the policy wants to do and decides whether its own action is executed.
 
-The scripted rules: `distance` takes over when the policy's actions have been far from the expert's, `random` for a
-given fraction of the time. A verdict is kept for `duration` control steps and is wrong with the probability `flip`.
+The scripted rules: `distance` takes over when actions were far from the expert's, `random` for a fraction of the time.
+A verdict is kept for `duration` control steps and is wrong with the probability `flip`.
 
 Source of the rules: RLIF, arXiv 2311.12996, section 5; pd-perry/RLIF examples/train_rlif_main.py.
 """
@@ -45,13 +45,11 @@ class OverseerConfig:
     """distance: a script that takes over when the policy's actions differ from those of the task's expert; random: a
     script that takes over at random; keyboard, gamepad or spacemouse: a person, who needs `interventions.live`."""
     threshold: float = only_with(bounded(0.5, above=0), kind="distance")
-    """Root mean square difference of an action's entries, on the scale -1..1, beyond which the script takes over. It is
-    averaged over the last `duration` control steps."""
+    """Root mean square difference of actions in -1..1, averaged over `duration` steps, beyond which it takes over."""
     rate: float = only_with(bounded(0.3, at_least=0, at_most=1), kind="random")
     """Probability with which the script acts for the next `duration` control steps."""
     quality: float = only_with(bounded(1.0, at_least=0, at_most=1), kind=RULES)
-    """Fraction of its interventions in which the script acts as the expert. In the others it moves in a random
-    direction."""
+    """Fraction of its interventions in which the script acts as the expert; in the others it moves at random."""
     flip: float = rare(only_with(bounded(0.05, at_least=0, at_most=1), kind=RULES))
     """Probability that the script decides the opposite of its rule."""
     duration: int = rare(only_with(bounded(4, at_least=1), kind=RULES))

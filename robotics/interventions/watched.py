@@ -122,8 +122,7 @@ def run_watched(
 ) -> list[WatchedEpisode]:
     """Run R episodes to their ends under an overseer, whose action replaces the policy's where it acts.
 
-    The policy observes again when a chunk of it is used up, and after each control
-    step of the overseer.
+    The policy observes again when a chunk of it is used up, and after each control step of the overseer.
 
     Args:
         policy: in evaluation mode.

@@ -303,8 +303,7 @@ class RobotSacRecipe(RobotRecipe):
 
     def wrapped(self, sim: RobotSim) -> RobotSim:
         """The simulator, with the configured potential as its rewards."""
-        potential = self.config.potential
-        return ProgressSim.over(sim, potential) if potential.demonstrations else sim
+        return ProgressSim.over(sim, self.config.potential) if self.config.potential.demonstrations else sim
 
     def make_objective(self) -> Objective:
         """None of its blocks is used: the loss is that of `SacUpdater`."""
@@ -349,9 +348,8 @@ class RobotSacRecipe(RobotRecipe):
 
     @property
     def no_signal(self) -> str:  # type: ignore[override]
-        """The warm-up, if the run ended within it."""
-        steps, needed = self.replay.control_steps, self.config.warmup_steps
-        return f"it ended after {steps} of the {needed} control steps of its warm-up (warmup_steps)"
+        """The warm-up."""
+        return f"it ended within the {self.config.warmup_steps} control steps of its warm-up (warmup_steps)"
 
     def warms_up(self) -> bool:
         """Whether the replay is still too small for an update."""

@@ -174,7 +174,7 @@ def test_it_learns_the_line(tmp_path):
 
 def test_a_run_that_ends_within_its_warm_up_says_so(tmp_path):
     result = trainer_of(sac_config(tmp_path, warmup_steps=4000), tmp_path, steps=2).run()
-    assert "of the 4000 control steps of its warm-up" in result["reason"]
+    assert "within the 4000 control steps of its warm-up" in result["reason"]
 
 
 def test_failed_environments_are_counted_and_never_stored(tmp_path, monkeypatch, caplog):
