@@ -21,7 +21,7 @@ from mmrl.comparison.experiment import ExperimentConfig, FigureConfig
 from mmrl.comparison.plans import RunPlan, is_finished
 from mmrl.comparison.results import ArmResult, Comparison, Difference
 from mmrl.comparison.summary import plan_comparison
-from mmrl.report.charts import INK, MARKERS, colour_cycle, draw_legend, save_png, style_axes
+from mmrl.report.charts import INK, MARKERS, colour_cycle, draw_legend, save_png, shown_text, style_axes
 from mmrl.runs.statistics import SHARES
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ def comparison_figure(
         arm: {seed: factor * value for seed, value in entry.values.items() if value is not None}
         for arm, entry in comparison.arms.items()
     }
-    names = {arm: look.labels.get(arm, arm.replace("_", " ")) for arm in values}
+    names = {arm: shown_text(look.labels.get(arm, arm.replace("_", " "))) for arm in values}
     colours = dict(zip(values, colour_cycle(), strict=False))
     if look.highlight:
         colours = {arm: colour if arm in look.highlight else GREY for arm, colour in colours.items()}
@@ -206,13 +206,13 @@ def comparison_figure(
     _name_rows(pairs, [f"{names[arm]}\n{told[arm]}" for arm in values])
     means = {arm: factor * _number(entry.mean) for arm, entry in comparison.arms.items()}
     _draw_values(points, values, means, colours, factor)
-    points.set_title(textwrap.fill(look.unit or metric, TITLE_LENGTH), **TITLE)
+    points.set_title(textwrap.fill(shown_text(look.unit or metric), TITLE_LENGTH), **TITLE)
     _name_rows(points, [""] * len(values))
     if rows == 2:
         bands = canvas.add_subplot(grid[1, :])
         _draw_bands(bands, curves, names, colours)
-        bands.set_title(curves_title, **TITLE)
-    canvas.suptitle(look.claim or comparison.name.replace("_", " "), fontsize=11, wrap=True)
+        bands.set_title(shown_text(curves_title), **TITLE)
+    canvas.suptitle(shown_text(look.claim or comparison.name.replace("_", " ")), fontsize=11, wrap=True)
     return canvas
 
 
@@ -242,15 +242,15 @@ def work_figure(
             scaled = [(costs, [factor * value for value in values]) for costs, values in runs]
             band = Band.of(scaled)
             if band.seeds:
-                _draw_band(axes, band, colour, label=f"{arm} ({len(runs)} seeds)")
+                _draw_band(axes, band, colour, label=f"{shown_text(arm)} ({len(runs)} seeds)")
         if targets:
             axes.axhline(factor * float(np.mean(targets)), color=INK, linewidth=1, linestyle="--", label="target, mean")
-        axes.set_xlabel(cost, color=INK)
+        axes.set_xlabel(shown_text(cost), color=INK)
         axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    panels[0].set_ylabel(metric, color=INK)
+    panels[0].set_ylabel(shown_text(metric), color=INK)
     if panels[0].get_legend_handles_labels()[0]:
         draw_legend(panels[0])
-    figure.suptitle(f"{title.replace('_', ' ')}: mean and range of seeds")
+    figure.suptitle(f"{shown_text(title.replace('_', ' '))}: mean and range of seeds")
     return figure
 
 

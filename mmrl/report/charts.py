@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,11 +28,18 @@ MARKS = 6
 INK = "#5d656f"
 INK_ON_DARK = "#9aa3ad"
 GRID = "#7b808733"
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
+"""Characters that neither a page nor a figure can show."""
 
 
-def colour_cycle() -> list[str]:
-    """Colours for more curves than there are colours."""
-    return list(COLOURS) * 3
+def colour_cycle() -> Iterator[str]:
+    """Colours for any number of curves."""
+    return itertools.cycle(COLOURS)
+
+
+def shown_text(text: str) -> str:
+    """Text of a user as a figure can show it: control characters replaced, and no `$...$` read as a formula."""
+    return CONTROL.sub("\ufffd", text).replace("$", r"\$")
 
 
 def style_axes(axes: Axes) -> None:
@@ -102,13 +111,13 @@ def line_chart(series: Series, *, unit: str = "", log_scale: bool = False, smoot
     for place, ((label, (steps, values)), colour) in enumerate(zip(series.items(), colour_cycle(), strict=False)):
         marker = MARKERS[place % len(MARKERS)]
         if len(values) < 3:
-            axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=4, label=label)
+            axes.plot(steps, values, color=colour, linewidth=1.8, marker=marker, markersize=4, label=shown_text(label))
             continue
         axes.plot(steps, values, color=colour, alpha=0.28, linewidth=1)
         every = max(1, len(values) // MARKS)
         marks: dict[str, Any] = {"marker": marker, "markersize": 4, "markevery": (place * every // len(series), every)}
         average = moving_average(values, max(1, len(values) // 25) if smooth else 1)
-        axes.plot(steps, average, color=colour, linewidth=1.8, label=label, **marks)
+        axes.plot(steps, average, color=colour, linewidth=1.8, label=shown_text(label), **marks)
     everything = np.concatenate([np.asarray(values, dtype=float) for _, values in series.values()])
     if log_scale and (everything[np.isfinite(everything)] > 0).all():
         axes.set_yscale("log")
@@ -145,7 +154,7 @@ def panel_chart(series: Estimates, x_label: str = "step") -> Chart:
         values, low, high = (np.asarray(column, dtype=float) for column in columns)
         style_axes(axes)
         _draw_intervals(axes, positions, values, low, high, colour, label)
-        axes.set_title(label, fontsize=9, color=INK, loc="left")
+        axes.set_title(shown_text(label), fontsize=9, color=INK, loc="left")
     panels[-1].set_xlabel(x_label, color=INK)
     return _chart(figure)
 
@@ -155,7 +164,7 @@ def stacked_chart(series: Series) -> Chart:
     figure, axes = _canvas("s")
     steps = next(iter(series.values()))[0]
     layers = [np.nan_to_num(moving_average(values, max(1, len(values) // 50))) for _, values in series.values()]
-    axes.stackplot(steps, layers, labels=list(series), colors=colour_cycle()[: len(layers)], alpha=0.75)
+    axes.stackplot(steps, layers, labels=[*map(shown_text, series)], colors=COLOURS, alpha=0.75)
     axes.set_ylim(bottom=0)
     for layer in axes.collections:  # a line between neighbours, whose colours may look alike
         layer.set(edgecolor=INK, linewidth=0.6)
@@ -188,7 +197,7 @@ def _draw_intervals(
 ) -> None:
     reach = np.nan_to_num(np.maximum([values - low, high - values], 0))
     look: dict[str, Any] = {"marker": marker, "markersize": 4.5, "capsize": 3, "linewidth": 1.6}
-    axes.errorbar(positions, values, yerr=reach, color=colour, label=label, **look)
+    axes.errorbar(positions, values, yerr=reach, color=colour, label=shown_text(label), **look)
 
 
 def _canvas(unit: str) -> tuple[Figure, Axes]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from mmrl.files import is_file, read_file
-from mmrl.report.charts import save_png
+from mmrl.report.charts import CONTROL, save_png, shown_text
 from mmrl.report.folder import read_run, repeated_end
 from mmrl.runs.records import FILM_RATE, STEP_NAME, SampleRecord, film_frames, read_samples, sample_steps
 
@@ -47,7 +47,6 @@ _MARK = re.compile(r"<\|[^<>|]+\|>")
 _USER_TURN = re.compile(r"<\|im_start\|>user\n(.*?)<\|im_end\|>", re.DOTALL)
 _EMPTINESS = re.compile(r"\n[^\S\n]*\n\s*|[^\S\n]{3,}|[^\S\n ]")
 """Blank lines, three or more spaces, and whitespace other than spaces and line breaks."""
-_CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 GRID_PROMPTS = 12
 GRID_IMAGES = 4
 GRID_DURING = 2
@@ -189,7 +188,7 @@ def readable_answer(text: str) -> str:
 def readable(text: str) -> str:
     """Text of a run as a page can show it: repeated marks counted, control characters replaced, cut at a limit."""
     text = _REPEATED_MARK.sub(lambda run: f"{run[1]}×{len(run[0]) // len(run[1])}", text)
-    text = _CONTROL.sub("\ufffd", text)
+    text = CONTROL.sub("\ufffd", text)
     hidden = len(text) - TEXT_LIMIT
     return text if hidden <= 0 else f"{text[:TEXT_LIMIT]}… ({hidden} more characters)"
 
@@ -347,13 +346,15 @@ def save_image_grid(runs: Sequence[tuple[str, Path]], path: Path) -> Path | None
     figure = Figure(figsize=(FILE_IMAGE_INCHES * (width + 1.2), FILE_IMAGE_INCHES * height + 0.6), layout="constrained")
     sides: Any = figure.subfigures(1, len(columns) + 1, width_ratios=[2.2, *[GRID_IMAGES] * len(columns)])
     for side, (label, drawn) in zip(sides[1:], columns, strict=True):
-        side.suptitle(_title(label, [drawn[task] for task in prompts if task in drawn]), fontsize=9)
+        side.suptitle(_title(shown_text(label), [drawn[task] for task in prompts if task in drawn]), fontsize=9)
         for axes, task in zip(side.subplots(height, GRID_IMAGES, squeeze=False), prompts, strict=True):
             _show(axes, drawn.get(task))
     sides[0].suptitle(" ", fontsize=9)
     for axes, task in zip(sides[0].subplots(height, 1, squeeze=False)[:, 0], prompts, strict=True):
         axes.axis("off")
-        axes.text(1, 0.5, question(columns[-1][1][task].prompt), ha="right", va="center", fontsize=8, wrap=True)
+        axes.text(
+            1, 0.5, shown_text(question(columns[-1][1][task].prompt)), ha="right", va="center", fontsize=8, wrap=True
+        )
     save_png(figure, path)
     return path
 
@@ -384,5 +385,5 @@ def _cell(record: SampleRecord | None) -> dict[str, Any] | None:
         "images": [shown_image(image) for image in record.outputs[:GRID_IMAGES]],
         "reward": reward,
         "terms": ", ".join(terms),
-        "response": None if record.correct is None else record.response,
+        "response": None if record.correct is None else readable_answer(record.response),
     }

@@ -414,9 +414,11 @@ def _part_row(points: Sequence[EvaluationPoint], metric: str, column: str, value
     """A row over the tasks whose `column` has a value; over all tasks if there is no column."""
     cells = []
     before: dict[str, float] = {}
-    for point in points:
-        found = _scores(point.outcomes.values(), metric, column, value)
-        cells.append(_paired_cell(found, before, None if column else _recorded(point.record, metric)))
+    scores = [_scores(point.outcomes.values(), metric, column, value) for point in points]
+    # shares in per cent, other scores as they are; one unit for the row
+    show = _percent if all(0 <= score <= 1 for found in scores for score in found.values()) else plain
+    for point, found in zip(points, scores, strict=True):
+        cells.append(_paired_cell(found, before, None if column else _recorded(point.record, metric), show))
         before = found
     return {"label": value, "count": len(before), "cells": cells}
 
@@ -435,13 +437,12 @@ def _recorded(record: Mapping[str, Any], metric: str) -> Estimate | None:
     return None if None in ends else (float(ends[0]), float(ends[1]), float(ends[2]))  # type: ignore[arg-type]
 
 
-def _paired_cell(found: Mapping[str, float], before: Mapping[str, float], known: Estimate | None) -> Cell | None:
+def _paired_cell(
+    found: Mapping[str, float], before: Mapping[str, float], known: Estimate | None, show: Callable[..., str]
+) -> Cell | None:
     if not found:
         return None
-    values = list(found.values())
-    # shares in per cent, other scores as they are
-    show = _percent if min(values) >= 0 and max(values) <= 1 else plain
-    cell = _cell(known or _estimate_of(values), show)
+    cell = _cell(known or _estimate_of(list(found.values())), show)
     change = _paired_change(found, before)
     return cell if change is None else cell | _change(change, show)
 

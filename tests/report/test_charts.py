@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 
 from matplotlib.figure import Figure
 
-from mmrl.report.charts import COLOURS, INK, INK_ON_DARK, save_svg, style_axes
+from mmrl.report.charts import COLOURS, INK, INK_ON_DARK, interval_chart, line_chart, save_svg, style_axes
 
 
 def draw():
@@ -39,3 +39,20 @@ def test_equal_figures_are_equal_files(tmp_path):
         (tmp_path / name).mkdir()
         save_svg(draw(), tmp_path / name / "figure.svg")
     assert (tmp_path / "first/figure.svg").read_bytes() == (tmp_path / "second/figure.svg").read_bytes()
+
+
+def test_any_number_of_curves_is_drawn():
+    points = ([0, 1], [0.1, 0.2], [0.1, 0.2], [0.1, 0.2])
+    for drawn in (
+        line_chart({f"c{i:02d}": points[:2] for i in range(30)}),
+        interval_chart({f"c{i:02d}": points for i in range(30)}),
+    ):
+        assert len(set(re.findall(r"<!-- (c\d\d) -->", drawn.svg.decode()))) == 30
+
+
+def test_text_of_users_is_no_formula_and_leaves_a_figure_readable():
+    labels = [r"$\foo$", "$10-$20", "a\x1bb", "a\ud800b"]
+    points = ([0, 1], [0.1, 0.2], [0.1, 0.2], [0.1, 0.2])
+    svg = interval_chart(dict.fromkeys(labels, points)).svg.decode()
+    ElementTree.fromstring(svg)
+    assert "<!-- $10&#45;$20 -->" in svg or "<!-- $10-$20 -->" in svg

@@ -138,11 +138,11 @@ def _runs_below(folder: Path) -> list[Path]:
 
 
 def _name(place: Path, folders: Sequence[Path]) -> str:
-    """A run's name: its path from the given folder's name on, or from the parent's if two folders share a name."""
+    """A run's name: its path from the given folder's name on, or from the first parent that tells folders apart."""
     folder = next(folder for folder in folders if place.is_relative_to(folder))
-    same = sum(other.name == folder.name for other in folders) > 1
-    first = f"{folder.parent.name}/{folder.name}" if same else folder.name
-    return "/".join([first, *place.relative_to(folder).parts])
+    ends = (folder.parts[-depth:] for depth in range(1, len(folder.parts) + 1))
+    first = next(end for end in ends if sum(other.parts[-len(end) :] == end for other in folders) == 1)
+    return "/".join([*first, *place.relative_to(folder).parts])
 
 
 BARS = "▁▂▃▄▅▆▇█"

@@ -40,7 +40,7 @@ MOST_PROTOCOLS = 3
 
 
 def charts(runs: Sequence[WatchedRun], points: int = POINTS) -> list[dict[str, Any]]:
-    """All charts with unit and series, except charts that are zero in all runs."""
+    """All charts with unit and series, without the metrics that are zero in all runs."""
     drawn = _evaluation_charts(runs)
     names = list(dict.fromkeys(name for run in runs for name in run.metrics.names() if name != "time"))
     names = [name for name in names if not name.startswith((*UNCHARTED, "warnings/"))]
@@ -117,7 +117,9 @@ def _metric_charts(
             for name in chosen
             if name in run.metrics.names()
         ]
-        series = [one for one in series if any(one["mean"])]
+        # of a metric that moves in any run, the run in which it stays 0 is the one to see
+        moving = {one["label"] for one in series if any(one["mean"])}
+        series = [one for one in series if one["label"] in moving]
         if series:
             subject = chart_title(title, recipe) if title in CHARTS else title
             shown = subject if len(kinds) == 1 else f"{subject}, {kind}"
@@ -279,7 +281,7 @@ def _overview(folders: WatchedFolders, query: dict[str, str]) -> dict[str, Any]:
 
 
 def _curves(folders: WatchedFolders, query: dict[str, str]) -> dict[str, Any] | None:
-    names = query.get("runs", "").split(",")
+    names = query.get("runs", "").split("\0")  # which no folder's name contains
     runs = [folders.runs[name] for name in names if name in folders.runs][:MOST_RUNS]
     drawn = charts(runs)
     shown = drawn if query.get("more") == "1" else [chart for chart in drawn if not chart.get("more")]

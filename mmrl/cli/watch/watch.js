@@ -120,7 +120,7 @@ function showComparisons() {
 
 async function showCurves() {
   const runs = selected();
-  const found = await ask("curves.json", { runs: runs.join(","), more: at("more").open ? 1 : 0 });
+  const found = await ask("curves.json", { runs: runs.join("\0"), more: at("more").open ? 1 : 0 });
   place(at("curves"), found.charts.filter((chart) => !chart.more), runs);
   place(at("more-curves"), found.charts.filter((chart) => chart.more), runs);
   at("settings").hidden = found.differences.length === 0;

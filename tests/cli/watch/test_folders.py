@@ -10,7 +10,8 @@ from PIL import Image
 
 from mmrl.cli import main
 from mmrl.cli.watch.folders import WatchedFolders, lines, planned_runs, sparkline
-from mmrl.cli.watch.server import charts, differences
+from mmrl.cli.watch.server import _curves, charts, differences
+from mmrl.comparison.plans import sweep_label
 from mmrl.errors import UserError
 from mmrl.runs.records import SampleRecord, write_samples
 from tests.cli.watch.runs import append, lock, make_run
@@ -161,7 +162,7 @@ def test_queue_of_a_comparison(tmp_path):
     content = comparison(folder)
     assert list(planned_runs(content)) == [
         "sweep/a/0.1/seed-1",
-        "sweep/a/b_c/seed-1",
+        sweep_label("a", "b c", 1),
         "runs/a/seed-11",
         "runs/a/seed-12",
     ]
@@ -173,7 +174,7 @@ def test_queue_of_a_comparison(tmp_path):
     assert [(entry["label"], entry["state"]) for entry in shown["queue"]] == [
         ("base", "finished"),
         ("sweep/a/0.1/seed-1", "finished"),
-        ("sweep/a/b_c/seed-1", "waiting"),
+        (sweep_label("a", "b c", 1), "waiting"),
         ("runs/a/seed-11", "running"),
         ("runs/a/seed-12", "waiting"),
     ]
@@ -216,3 +217,21 @@ def test_bad_arguments(tmp_path, capsys):
     assert main(["watch", str(tmp_path), "--once"]) == 2
     assert main(["watch", str(tmp_path), "--port", "70000"]) == 2
     assert "must be from 0 to 65535" in capsys.readouterr().err
+
+
+def test_runs_of_folders_with_equal_ends_have_names_of_their_own(tmp_path):
+    for name in ("one/arm/seed-1", "two/arm/seed-1"):
+        make_run(tmp_path / name)
+    assert list(watched(tmp_path / "one/arm/seed-1", tmp_path / "two/arm/seed-1").runs) == [
+        "one/arm/seed-1",
+        "two/arm/seed-1",
+    ]
+
+
+def test_a_run_that_stays_at_zero_is_drawn_and_may_have_a_comma_in_its_name(tmp_path):
+    for name, reward in (("lr=1,kl=2", 0.0), ("other", 0.5)):
+        (tmp_path / name).mkdir()
+        for step in (1, 2):
+            append(tmp_path / name / "metrics.jsonl", {"step": step, "reward/mean": reward})
+    found = _curves(watched(tmp_path / "lr=1,kl=2", tmp_path / "other"), {"runs": "lr=1,kl=2\0other"})
+    assert [one["run"] for one in found["charts"][0]["series"]] == ["lr=1,kl=2", "other"]

@@ -68,7 +68,7 @@ def test_the_page_loads_nothing_from_outside_and_runs_no_text(server):
 def test_answers(server):
     overview = json.loads(ask(server, "/runs.json", server.token).body)
     assert [(run["name"], run["step"], run["steps"]) for run in overview["runs"]] == [("run", 3, 10)]
-    curves = json.loads(ask(server, "/curves.json?runs=run,other", server.token).body)
+    curves = json.loads(ask(server, "/curves.json?runs=run%00other", server.token).body)
     assert [chart["title"] for chart in curves["charts"]] == ["Reward"]
     assert json.loads(ask(server, "/samples.json?run=run&step=1", server.token).body)["splits"] == {}
     for path in ("/samples.json?run=run&step=-1", "/samples.json?run=../run&step=1", "/file?run=run&path=config.yaml"):
