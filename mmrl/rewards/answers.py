@@ -28,7 +28,8 @@ MAX_ANSWER_CHARS = 1000
 
 TAG = re.compile(r"<\s{0,4}(/?)\s{0,4}(think|answer)\s{0,4}>")
 BOX = "\\boxed{"
-SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>")
+SPECIAL_TOKEN = re.compile(r"<\|[^|<>]{1,40}\|>|<(?:image|video)>")
+"""Special tokens, and the marks of images and videos in questions."""
 ROLE = re.compile(r"\A\s*(?:system|user|assistant)\s*\n")
 
 

@@ -86,6 +86,7 @@ def test_answer_after_a_repeated_question_counts():
 
 
 def test_repeated_question_given_as_chat_or_with_special_tokens():
+    assert score(QUESTION + " C", prompt="<image>" + QUESTION) == 0.0
     chat = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}]
     rendered = f"<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>{QUESTION}<|im_end|>\n"
     for prompt in (chat, rendered):
