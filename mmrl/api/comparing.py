@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.api.inputs import absolute
-from mmrl.api.result import Run, Table
-from mmrl.api.training import RUNS, train
+from mmrl.api.result import Run, Table, evaluation_rows
+from mmrl.api.training import RUNS, _filled, _inputs, train
 from mmrl.errors import UserError, did_you_mean
-from mmrl.runs.folder import FINISHED
+from mmrl.runs.folder import FINISHED, has_begun
+from mmrl.runs.tracking import read_evaluations
+from mmrl.workers import given
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -31,8 +33,9 @@ def compare(
 
         compare({"grpo": {}, "dapo": {}}, margin=0.02, model="smollm2", data=rows, reward=score, eval_data=held_out)
 
-    Finished runs are kept, so that a call that was interrupted goes on. The learning rate of each arm is the caller's
-    choice: tune each by the same sweep before, on other held-out rows; `mmrl compare` does that from a file.
+    Finished runs are kept, so that a call that was interrupted goes on; runs of other settings are refused. The
+    learning rate of each arm is the caller's choice: tune each by the same sweep before, on other held-out rows;
+    `mmrl compare` does that from a file.
 
     Args:
         arms: arguments of `train` by the name of the arm; `method` is the name where it is left out.
@@ -48,29 +51,38 @@ def compare(
         high), the number of seeds with a higher value (wins) and the verdict.
 
     Raises:
-        UserError: an arm is wrong, or has no such metric.
+        UserError: an arm is wrong, has no such metric, or its folder has a run of other settings.
     """
     from mmrl.runs.statistics import paired_difference, verdict
     from mmrl.training.run import read_result
 
     names = list(arms)
+    if not names:
+        raise UserError("arms is empty; pass methods to compare, such as {'grpo': {}, 'dapo': {}}")
     baseline = baseline or names[0]
     if baseline not in arms:
         raise UserError(f"baseline '{baseline}' is not an arm; {did_you_mean(baseline, names)}arms: {', '.join(names)}")
     if not margin > 0:
         raise UserError(f"margin is {margin}; pass the smallest difference that matters, such as 0.02 for 2 points")
     chosen = list(range(1, seeds + 1)) if isinstance(seeds, int) else list(seeds)
+    if not chosen or len(set(chosen)) < len(chosen):
+        raise UserError(f"seeds is {seeds}; pass a positive number of seeds, or different seeds")
+    arguments = {name: _arguments(name, own, common) for name, own in arms.items()}
     folder = absolute(output_dir if output_dir is not None else RUNS / "compare")
     values: dict[str, list[float]] = {name: [] for name in names}
     for seed in chosen:
-        for name, own in arms.items():
+        for name in names:
             place = folder / name / f"seed-{seed}"
+            asked = arguments[name] | {"seed": seed}
+            if has_begun(place):
+                _check_settings(place, **asked)
             if read_result(place).get("status") in FINISHED:
                 run = Run(place)
             else:
-                resume = (place / "config.yaml").is_file()
-                run = train(**{"method": name, **common, **own, "seed": seed, "output_dir": place, "resume": resume})
-            values[name].append(_last_value(run, metric, name))
+                run = train(**asked | {"output_dir": place, "resume": (place / "config.yaml").is_file()})
+            # the first run decides for all
+            metric, value = _last_value(run, metric, name)
+            values[name].append(value)
             LOGGER.info("%s, seed %d: %.4g", name, seed, values[name][-1])
     rows = Table()
     for name in names:
@@ -89,9 +101,65 @@ def compare(
     return rows
 
 
-def _last_value(run: Run, metric: str, arm: str) -> float:
-    """Value of a metric in a run's last evaluation of its first split."""
-    rows = run.evaluation
+def _arguments(arm: str, own: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of `train` for one arm, whose own come before the common ones, option by option."""
+    found = {"method": arm, **common, **own}
+    if not isinstance(found.get("model") or "", str | Path | Mapping):
+        raise UserError("model is an object, which the first run would train for all others; pass its folder or hub id")
+    shared = _dotted(common.get("options") or {})
+    for option in shared:
+        if option.rpartition(".")[2] in own:
+            name = option.rpartition(".")[2]
+            raise UserError(
+                f"arm {arm} sets {name}, but `options` of all arms set {option}; pass it in the arm's `options`"
+            )
+    return found | {"options": shared | _dotted(own.get("options") or {})}
+
+
+def _dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        nested = isinstance(value, Mapping) and value
+        found |= _dotted(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
+    return found
+
+
+def _check_settings(
+    place: Path,
+    *,
+    method: str,
+    model: Any = None,
+    data: Any = None,
+    eval_data: Any = None,
+    reward: Any = None,
+    env: Any = None,
+    steps: int | None = None,
+    options: Mapping[str, Any],
+    **settings: Any,
+) -> None:
+    """Refuse a run that was made with other settings, rows or functions than are asked for now."""
+    from omegaconf import OmegaConf
+
+    from mmrl.config import load_omega, to_container
+    from mmrl.training.run import _changed_settings, _listed
+
+    inputs = _inputs(method, place, True, model, data, eval_data, reward, env, steps, options, settings)
+    with given.having(inputs.objects):
+        changed = _changed_settings(place, _filled(inputs))
+    stored: Any = OmegaConf.to_container(load_omega(place / "config.yaml"))
+    known, default = _dotted(stored), _dotted(to_container(inputs.entry.default_config()))
+    # options that have come with a newer version have changed nothing at their defaults
+    changed = {key: pair for key, pair in changed.items() if key in known or pair[1] != default.get(key, pair)}
+    if changed:
+        raise UserError(
+            f"{place} was trained with other settings: {_listed(changed)}; choose another output_dir, or delete it"
+        )
+
+
+def _last_value(run: Run, metric: str, arm: str) -> tuple[str, float]:
+    """A metric, by default the first, and its value in a run's last evaluation of its first split."""
+    # a later `evaluate` is not part of the run
+    rows = evaluation_rows(row for row in read_evaluations(run.folder) if row.get("tag") != "evaluate")
     if not rows:
         raise UserError(f"arm {arm} has no evaluation; pass eval_data")
     split, step = rows[0]["split"], max(row["step"] for row in rows)
@@ -99,4 +167,4 @@ def _last_value(run: Run, metric: str, arm: str) -> float:
     name = metric or next(iter(last))
     if name not in last or last[name] is None or not math.isfinite(last[name]):
         raise UserError(f"arm {arm} has no {name} at step {step}; {did_you_mean(name, last)}metrics: {', '.join(last)}")
-    return float(last[name])
+    return name, float(last[name])

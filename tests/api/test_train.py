@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mmrl import Run, compare, evaluate, train
+from mmrl.api.comparing import _arguments
 from mmrl.api.rows import place
 from mmrl.api.training import _filled, _inputs
 from mmrl.config import load_run
 from mmrl.errors import RunStopped, UserError
+from mmrl.runs.tracking import Tracker
 from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 from mmrl.workers import given
 from mmrl.workers.loading import LoadError, find_function
@@ -434,7 +436,41 @@ def test_arms_are_compared_in_pairs_and_finished_runs_are_kept(folder, tmp_path)
     written = (tmp_path / "runs/grpo/seed-2/metrics.jsonl").read_text()
     assert call(metric="accuracy/sampled", **common, **SMALL | {"steps": 1}) == rows
     assert (tmp_path / "runs/grpo/seed-2/metrics.jsonl").read_text() == written
+    for change, named in {
+        "learning_rate": (1e-3, r"trainer\.learning_rate .* -> 0\.001; choose another output_dir"),
+        "data": (ROWS[:3], r"data\.path"),
+        "reward": (lambda completions, **_: [1.0 for _ in completions], r"rewards|contents"),
+    }.items():
+        with pytest.raises(UserError, match=named[1]):
+            call(
+                metric="accuracy/sampled", **common | {"learning_rate": 1e-5, **SMALL, "steps": 1} | {change: named[0]}
+            )
+    # what is measured later is not part of the run
+    Tracker(tmp_path / "runs/slow/seed-1").evaluation(1, "evaluate", "heldout", {"n": 9, "accuracy/sampled": 0.99})
+    assert call(metric="accuracy/sampled", **common, **SMALL | {"steps": 1}) == rows
     with pytest.raises(UserError, match=r"no accuracy/greedyy .*did you mean 'accuracy/greedy'\?"):
         call(metric="accuracy/greedyy", **common, **SMALL | {"steps": 1})
     with pytest.raises(UserError, match="margin is 0"):
         compare({"grpo": {}}, margin=0)
+
+
+@pytest.mark.parametrize(
+    ("arms", "changes", "message"),
+    [
+        ({}, {}, "arms is empty"),
+        ({"grpo": {}}, {"seeds": 0}, "seeds is 0"),
+        ({"grpo": {}}, {"seeds": [1, 1, 2]}, "different seeds"),
+        ({"grpo": {}}, {"model": object()}, "model is an object"),
+        ({"grpo": {"steps": 2}}, {"options": {"trainer": {"steps": 3}}}, r"arm grpo sets steps, .* trainer\.steps"),
+    ],
+)
+def test_a_comparison_that_would_mislead_is_refused(arms, changes, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        compare(arms, margin=0.1, output_dir=tmp_path, **changes)
+
+
+def test_arms_add_to_the_options_of_all_arms():
+    own = {"options": {"trainer": {"max_grad_norm": 1.0}}}
+    found = _arguments("dapo", own, {"options": {"trainer.micro_batch": 2}, "steps": 3})
+    assert found["options"] == {"trainer.micro_batch": 2, "trainer.max_grad_norm": 1.0}
+    assert (found["method"], found["steps"]) == ("dapo", 3)
