@@ -74,6 +74,22 @@ def test_the_extras_that_are_named_exist():
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for line in INSTALL_LINES:
         assert set(re.findall(r"\[(.*?)\]", line)[0].split(",")) <= set(extras)
+    rows = [row for row in re.findall(r"^\| (`.*) \| (.*) \|$", INSTALL.text, re.MULTILINE) if "`all`" not in row[0]]
+    named = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])} & {*extras}
+    assert named == {*extras} - {"all", "dev", "site"}
+    (left_out,) = re.findall(r"^\| `all` \| all except (.*) \|$", INSTALL.text, re.MULTILINE)
+    contained = packages_of("all", extras)
+    assert set(re.findall(r"`(\w+)`", left_out)) == {name for name in named if packages_of(name, extras) - contained}
+
+
+def packages_of(extra, extras):
+    """Packages that an extra installs; extras refer to each other."""
+    found = set()
+    for text in extras[extra]:
+        inner = re.findall(r"mmrl-suite\[(.*?)\]", text)
+        found |= {name for each in inner for part in each.split(",") for name in packages_of(part, extras)}
+        found |= set() if inner else {re.split(r"[>=;]", text)[0]}
+    return found
 
 
 def test_make_targets_exist():
