@@ -141,18 +141,18 @@ def _check_settings(
     from omegaconf import OmegaConf
 
     from mmrl.config import load_omega, to_container
-    from mmrl.training.run import _changed_settings, _listed
+    from mmrl.training.run import changed_settings, listed_changes
 
     inputs = _inputs(method, place, True, model, data, eval_data, reward, env, steps, options, settings)
     with given.having(inputs.objects):
-        changed = _changed_settings(place, _filled(inputs))
+        changed = changed_settings(place, _filled(inputs))
     stored: Any = OmegaConf.to_container(load_omega(place / "config.yaml"))
     known, default = _dotted(stored), _dotted(to_container(inputs.entry.default_config()))
     # options that have come with a newer version have changed nothing at their defaults
     changed = {key: pair for key, pair in changed.items() if key in known or pair[1] != default.get(key, pair)}
     if changed:
         raise UserError(
-            f"{place} was trained with other settings: {_listed(changed)}; choose another output_dir, or delete it"
+            f"{place} was made with other settings: {listed_changes(changed)}; choose another output_dir, or delete it"
         )
 
 

@@ -76,7 +76,7 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
             stack.enter_context(RunLock(run_dir))
             _check_folder(run_dir, resume)
             # read before the run overwrites the configuration
-            return _changed_settings(run_dir, config) if resume else {}
+            return changed_settings(run_dir, config) if resume else {}
 
         from mmrl.training.machines import describe, in_first_process, watched
         from mmrl.training.processes import machine
@@ -99,7 +99,7 @@ def train(entry: Any, config: Any, *, resume: bool = False, from_last_good: bool
         if found := describe(accelerator, run_dir):
             LOGGER.info("%s", found)
         if accelerator.is_main_process and changed:
-            LOGGER.warning("resuming with different settings than before: %s", _listed(changed))
+            LOGGER.warning("resuming with different settings than before: %s", listed_changes(changed))
         try:
             _train(entry, recipe, config, accelerator, watch, logged, resume=resume, from_last_good=from_last_good)
         except OSError as error:
@@ -305,8 +305,10 @@ def finish_run(config: Path, run_dir: Path, overrides: Sequence[str] = ()) -> Pa
     entry, options = load_run(config, [*overrides, as_override("output_dir", escaped(str(run_dir)))])
     # a finished run is not repeated, even if its settings have changed since
     if read_result(run_dir).get("status") in FINISHED:
-        if changed := _changed_settings(run_dir, options):
-            LOGGER.warning("%s has already finished with different settings and is kept: %s", run_dir, _listed(changed))
+        if changed := changed_settings(run_dir, options):
+            LOGGER.warning(
+                "%s has already finished with different settings and is kept: %s", run_dir, listed_changes(changed)
+            )
         return run_dir
     return train(entry, options, resume=has_begun(run_dir))
 
@@ -472,7 +474,7 @@ def _check_folder(run_dir: Path, resume: bool) -> None:
         raise UserError(f"nothing to resume: {run_dir} does not contain a run")
 
 
-def _changed_settings(run_dir: Path, config: Any) -> dict[str, tuple[Any, Any]]:
+def changed_settings(run_dir: Path, config: Any) -> dict[str, tuple[Any, Any]]:
     """Old and new value of each setting that differs from the run's; another recipe cannot continue it."""
     from omegaconf import OmegaConf
 
@@ -515,7 +517,8 @@ def _named_digests(config: Any) -> dict[str, str]:
     return named_digests({key: value for key, value in values.items() if key not in ("output_dir", "tracking")})
 
 
-def _listed(changed: Mapping[str, tuple[Any, Any]]) -> str:
+def listed_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
+    """Changed settings for a message."""
     return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
 
 
