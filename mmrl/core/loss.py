@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -358,7 +359,9 @@ class FixedLength(Aggregation):
     """Constant length: the maximum response length of the sampler."""
 
     def __call__(self, x: Tensor, mask: Tensor, denominators: Denominators, turn: Tensor | None = None) -> Tensor:
-        return fixed_length(x, mask, denominators)
+        # its own length: the policy's aggregation may be another one than the KL's
+        counts = dataclasses.replace(denominators, length=self.length or denominators.length)
+        return fixed_length(x, mask, counts)
 
     def formula(self) -> str:
         return f"sum over all trained decisions of the step / (rows * {self.length})"

@@ -81,12 +81,12 @@ def make_objective(config: ObjectiveConfig, longest: int | None = None) -> Objec
         objective = get(config.preset).override(changes)
     except ValueError as error:
         raise ValueError(f"objective: {error}") from error
-    given = (changes.get("aggregation", {}), changes.get("kl", {}).get("aggregation"))
+    given = {"aggregation": changes.get("aggregation"), "kl": changes.get("kl", {}).get("aggregation")}
     # a length that the user has set stays
-    sets_length = any(isinstance(part, dict) and "length" in part for part in given)
+    kept = {part for part, options in given.items() if isinstance(options, dict) and "length" in options}
     # "longest" is the sampler's limit, which only the run knows
-    if longest and objective.fixed_length is not None and not sets_length:
-        objective = objective.with_fixed_length(longest)
+    if longest:
+        objective = objective.with_fixed_length(longest, kept)
     # after the changes: a row is valid, a combination of blocks need not be
     objective.validate()
     return objective

@@ -48,7 +48,16 @@ from mmrl.training.recipe import NoUsableTasksError, Recipe, Step, make_referenc
 from mmrl.training.saving import RunSaver
 from mmrl.training.scoring import EveryRewardFailedError, score_everywhere
 from mmrl.training.settings import BaseRunConfig, ReferenceConfig
-from mmrl.training.update import Updater, Updates, has_advantage, needs_reference, outcome, unscored, update_constants
+from mmrl.training.update import (
+    Updater,
+    Updates,
+    has_advantage,
+    needs_reference,
+    outcome,
+    unscored,
+    update_constants,
+    with_sampled,
+)
 
 LOGGER = logging.getLogger("mmrl")
 CLOSE = 1e-3
@@ -340,7 +349,7 @@ class Trainer:
             rewards, teaches = rollouts.reward, bool(self._kept(rollouts).any())
             if not teaches:
                 rollouts = unscored(rollouts)  # the filter left nothing here: these are logged and teach nothing
-            rollouts = self.recipe.thinned(rollouts)
+            rollouts = self.recipe.thinned(with_sampled(self.recipe, rollouts))
             self.heap.trim()
             # the reference is in parts except while it scores, which saves its memory during sampling
             with self.accelerator.autocast(), self.reference.whole():

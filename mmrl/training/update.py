@@ -18,8 +18,9 @@ from mmrl.core.blocks.advantage import group_sum
 from mmrl.core.blocks.credit import CriticAdvantage
 from mmrl.core.blocks.filter import KeepAll
 from mmrl.core.loss import Denominators, Metric, PolicyOutputs, count, merge_metrics, metric_values, plain_metrics
+from mmrl.core.objectives.objective import Objective
 from mmrl.core.payload import sum_of_bits, to_host
-from mmrl.core.rollouts import COLLISION, KEEPS_OLD, Rollouts
+from mmrl.core.rollouts import COLLISION, KEEPS_OLD, SAMPLED, Rollouts
 from mmrl.errors import RunError
 from mmrl.files import replaced
 from mmrl.runs.folder import DONE, NOTHING_LEARNED
@@ -545,6 +546,14 @@ class Updater:
 def unscored(rollouts: Rollouts) -> Rollouts:
     """Return rollouts without rewards, so that they have no gradient and are not counted in denominators."""
     return rollouts.replace(reward=torch.full_like(rollouts.reward, math.nan))
+
+
+def with_sampled(recipe: Recipe[Any, Any], rollouts: Rollouts) -> Rollouts:
+    """Rows that keep their mask in `extras` if advantages also read rows that will leave the update."""
+    objective = None if recipe.supervised else recipe.objective
+    if not isinstance(objective, Objective) or objective.compares == "rewards":
+        return rollouts
+    return rollouts.replace(extras=rollouts.extras | {SAMPLED: rollouts.mask})
 
 
 def count_denominators(recipe: Recipe[Any, Any], minibatch: Rollouts) -> Denominators:

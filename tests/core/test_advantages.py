@@ -4,6 +4,8 @@ import torch
 from mmrl.core import Objective, Rollouts, decision_rewards, gae, masked_whiten, returns_to_go, turn_means, turn_starts
 from mmrl.core.blocks import all_kinds
 from mmrl.core.blocks.advantage import AdvantageScaling
+from mmrl.core.catalogue import all_objectives
+from mmrl.core.rollouts import SAMPLED
 from mmrl.training.objectives import check_group_size
 from tests.core.builders import random_rollouts
 
@@ -345,3 +347,28 @@ def test_whitening_counts_decisions_rows_or_turns():
         near = AdvantageScaling(whiten=kind, eps_to="deviation")(x * 1e-8, r)  # where the two differ
         torch.testing.assert_close(near, expected * values.std() / (values.std() + 1))
     assert torch.equal(AdvantageScaling()(x, r), x)
+
+
+READING = {name: one for name, one in all_objectives().items() if one.compares != "rewards"}
+READING["grpo"] = all_objectives()["grpo"].override({"kl": {"kind": "k1", "coef": 0.5, "in_reward": True}})
+
+
+@pytest.mark.parametrize("name", READING)
+def test_rows_that_leave_the_update_count_in_their_group(name):
+    objective = READING[name].replace(scaling=AdvantageScaling(), weight=None)
+    whole = random_rollouts(groups=3, samples=4)
+    stays = torch.arange(12) % 4 != 1
+    left = whole.replace(mask=whole.mask * stays[:, None], extras=whole.extras | {SAMPLED: whole.mask})
+    expected, found = (objective.compute_advantages(each) for each in (whole, left))
+    assert torch.equal(found.mask, left.mask)
+    torch.testing.assert_close(found.advantage[stays], expected.advantage[stays])
+    assert not found.advantage[~stays].any()
+    assert SAMPLED not in found.extras
+
+
+def test_the_optimal_baseline_ignores_untrained_decisions():
+    clean = random_rollouts()
+    clean.mask[:, 1] = 0.0
+    fill = {"logp_old": torch.where(clean.mask > 0, clean.logp_old, torch.nan)}
+    fill["extras"] = clean.extras | {"collision": torch.where(clean.mask > 0, clean.extras["collision"], torch.nan)}
+    assert torch.equal(estimate("optimal_token", clean.replace(**fill)), estimate("optimal_token", clean))

@@ -5,7 +5,8 @@ import torch
 
 from mmrl.core import Denominators, Metric, count, masked_mean, max_metric, mean_metric, merge_metrics
 from mmrl.core.blocks import BLOCKS
-from mmrl.core.loss import metric_values
+from mmrl.core.loss import FixedLength, metric_values
+from mmrl.training.objectives import ObjectiveConfig, make_objective
 from tests.core.builders import random_rollouts
 
 X = torch.tensor([[1.0, 2.0, 9.0], [3.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
@@ -86,6 +87,16 @@ def test_nothing_trained_gives_zero(mode):
 def test_fixed_length_needs_a_length():
     with pytest.raises(ValueError, match="Set it to the maximum response length"):
         aggregate(X, MASK, "fixed_length", count(MASK))
+
+
+def test_each_average_over_a_fixed_length_has_its_own():
+    found = [FixedLength(length)(X, MASK, count(MASK, length=4)) for length in (8, 0)]
+    assert [float(x) for x in found] == [6 / (2 * 8), 6 / (2 * 4)]
+    own = ObjectiveConfig(
+        "dr_grpo", kl={"kind": "k3", "coef": 1.0, "aggregation": {"kind": "fixed_length", "length": 9}}
+    )
+    objective = make_objective(own, 77)
+    assert (objective.aggregation.length, objective.kl.aggregation.length) == (77, 9)
 
 
 def test_masked_mean_by_hand():

@@ -60,6 +60,8 @@ def test_a_log_ratio_far_from_the_old_policy_keeps_its_gradient():
 def test_groups_without_advantages_are_not_left_out():
     assert get("reg_grpo").with_kl_coef(0.0).regularised
     assert not get("grpo").with_kl_coef(0.0).regularised
+    pulled = {"dro": True, "prime_rl": True, "kl_cov": True, "dppo_tv": False}
+    assert {name: get(name).with_kl_coef(0.0).regularised for name in pulled} == pulled
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])

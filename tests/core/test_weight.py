@@ -88,6 +88,17 @@ def test_separate_advantages_of_the_rewards_are_weighed_once():
     assert torch.equal(found.extras[WEIGHT], objective.compute_advantages(random_rollouts()).extras[WEIGHT])
 
 
+@pytest.mark.parametrize(
+    ("name", "culprit"),
+    [("canon_entropy", "advantage 'regrouped_by_entropy'"), ("seed_grpo", "entropy_damped"), ("grpo", "kl.in_reward")],
+)
+def test_rows_that_are_not_scored_cannot_be_compared_by_scores(name, culprit):
+    kl = {"kind": "k1", "coef": 0.1, "in_reward": name == "grpo"}
+    with pytest.raises(ValueError, match=f"weight 'down_sampled' leaves rows out .*{culprit}"):
+        get(name).override({"weight": {"kind": "down_sampled"}, "kl": kl}).validate()
+    get("hapo").override({"weight": {"kind": "down_sampled"}}).validate()
+
+
 def test_what_is_missing_is_named():
     with pytest.raises(ValueError, match=r"rollouts\.entropy is missing: weight 'top_entropy' selects decisions by it"):
         Objective("mine", weight=TopEntropy()).compute_advantages(small())
@@ -140,7 +151,7 @@ def test_responses_of_high_entropy_are_left_out():
     assert values(EntropyFiltered()(rollouts), rollouts.mask) == [pytest.approx([0.45] * 3), [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("name", ["gepo", "gtpo", "segment_chain", "remax"])
+@pytest.mark.parametrize("name", ["gepo", "gtpo", "segment_chain", "remax", "hbpo", "copo", "aspo_tir"])
 def test_blocks_that_know_the_total_reward_only_are_refused_where_each_reward_has_advantages(name):
     with pytest.raises(ValueError, match="uses the summed reward, but here each reward has its own advantages"):
         decoupled_advantages(get(name), random_rollouts(), {"accuracy": 1.0})

@@ -162,6 +162,7 @@ class TokenGroupMeanStd(Advantage):
     """
 
     kind = "token_group_mean_std"
+    compares = "decisions"
     needs = frozenset({"samples"})
     eps: float = rare(bounded(1e-6, above=0))
     """Added to the standard deviation."""
@@ -370,6 +371,7 @@ class EntropyFiltered(Advantage):
     """
 
     kind = "entropy_filtered"
+    reads_sum = True
     needs = frozenset({"samples", "entropy_old"})
     limit: float = rare(bounded(0.7, above=0))
     """Mean entropy in nats above which a response is excluded."""

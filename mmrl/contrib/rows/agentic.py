@@ -144,6 +144,7 @@ class GroupBranches(GroupEstimator):
     """
 
     kind = "group_branches"
+    compares = "decisions"
     needs = frozenset({"samples", "branches"})
 
     @property

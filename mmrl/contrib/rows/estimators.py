@@ -172,7 +172,6 @@ class Regrouped(Advantage):
         raise NotImplementedError
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
         reward = rollouts.reward
         group = rollouts.group
         valid = rollouts.scored
@@ -202,6 +201,7 @@ class RegroupedByEntropy(Regrouped):
     """CANON by the mean entropy of a row's decisions; alpha below 1 favours rows of high entropy."""
 
     kind = "regrouped_by_entropy"
+    compares = "scores"
     needs = frozenset({"samples", "entropy_old"})
     metric = "mean entropy"
     scaled = "lower"
@@ -216,6 +216,7 @@ class RegroupedByLength(Regrouped):
     """CANON by the number of a row's decisions; alpha below 1 favours short rows."""
 
     kind = "regrouped_by_length"
+    compares = "decisions"
     metric = "length"
     scaled = "upper"
 
@@ -233,6 +234,7 @@ class BudgetTarget(Advantage):
     """
 
     kind = "budget_target"
+    reads_sum = True
     needs = frozenset({"samples", "budgets"})
     weight: float = rare(bounded(1.0, at_least=0))
     """Coefficient of the second term (1 in the paper; the released code adds it twice)."""
@@ -304,6 +306,7 @@ class ConsistencyBlend(StepClip):
     """
 
     kind = "consistency_blend"
+    reads_sum = True
     needs = frozenset({"samples", "answers"})
     without_advantage = True
     low: float = bounded(0.2, at_least=0, at_most=1)
@@ -383,6 +386,7 @@ class EntropyDamped(Advantage):
     """
 
     kind = "entropy_damped"
+    compares = "scores"
     needs = frozenset({"samples", "answers"})
     alpha: float = rare(bounded(0.5, at_least=0, at_most=1))
     """Strength of the damping: with linear, the fraction of the advantage lost by a group whose n responses all
@@ -395,7 +399,6 @@ class EntropyDamped(Advantage):
     probabilities from the fraction of rows."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
         reward = rollouts.reward
         group = rollouts.group
         valid = rollouts.scored
@@ -423,6 +426,8 @@ class EarlyCode(Advantage):
     """
 
     kind = "early_code"
+    compares = "decisions"
+    reads_sum = True
     needs = frozenset({"samples", "code_starts"})
     delta: float = rare(bounded(-2.0, at_most=0))
     """Change of the advantage per mean length of delay; negative because earlier code should earn more."""
@@ -434,7 +439,6 @@ class EarlyCode(Advantage):
     """Added to the standard deviation."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        """See `Advantage`."""
         start = extra(rollouts, "code_start", self.kind)
         reward = rollouts.reward
         group = rollouts.group
@@ -505,6 +509,7 @@ class DownSampled(Weight):
     """
 
     kind = "down_sampled"
+    thins = True
     needs = frozenset({"samples", "entropy_old"})
     rows: float = rare(bounded(0.5, above=0, at_most=1))
     """Initial fraction of a group's rows to keep (at least 2 rows)."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -236,6 +236,10 @@ def group_outcome_std(
 @dataclass(frozen=True)
 class Advantage(Block):
     """Turns the rewards of all rows of a rollout step into advantages."""
+
+    compares: ClassVar[str] = "rewards"
+    """What an advantage reads of the other rows of its group, those outside the update too: "rewards", "decisions"
+    (also their number, or the rewards of each), or "scores" (also the policy's log-probabilities or entropies)."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """Advantages (B, T), 0 if nothing is trained, without gradient."""

@@ -33,6 +33,7 @@ class LengthWeightedMean(GroupEstimator):
     """
 
     kind = "length_weighted_mean"
+    compares = "decisions"
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         group, valid, size = rollouts.group, rollouts.scored, len(rollouts.group)
@@ -138,6 +139,7 @@ class OptimalToken(Advantage):
     """
 
     kind = "optimal_token"
+    compares = "scores"
     needs = frozenset({"samples", "probabilities", COLLISION})
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
@@ -149,7 +151,7 @@ class OptimalToken(Advantage):
         mask, group, (size, width) = rollouts.loss_mask, rollouts.group, rollouts.mask.shape
         returns = returns_to_go(decision_rewards(rollouts), mask, gamma=1.0)
         # squared norm of the logit gradient up to t; probabilities are those of the policy that sampled
-        weight = (mask * (1 - 2 * rollouts.logp_old.exp() + collision)).cumsum(1)
+        weight = torch.where(mask > 0, 1 - 2 * rollouts.logp_old.exp() + collision, 0.0).cumsum(1)
         # one bin for each group and number of trained decisions, so that rows are compared at the same t
         place = (group[:, None] * width + (mask.cumsum(1).long() - 1).clamp(min=0)).flatten()
         trained = mask.flatten() > 0

@@ -221,8 +221,16 @@ class Clip(Block):
     compares_rows: ClassVar[bool] = False
     """Whether the loss of a row depends on the other rows of its group. The group must then be scored together, and has
     a gradient even if all its advantages are 0."""
-    without_advantage: ClassVar[bool] = False
-    """Whether a row may have a gradient even if its advantages are 0."""
+
+    @property
+    def compares_decisions(self) -> bool:
+        """Whether the loss of a decision depends on the other ones scored with it, so that rows cannot be split."""
+        return False
+
+    @property
+    def without_advantage(self) -> bool:
+        """Whether a row may have a gradient even if its advantages are 0."""
+        return False
 
     @property
     def reads_turns(self) -> bool:
@@ -308,6 +316,10 @@ class PpoClip(BoundedClip):
 
     @property
     def reads_turns(self) -> bool:
+        return self.ratio_limit is not None
+
+    @property
+    def compares_decisions(self) -> bool:
         return self.ratio_limit is not None
 
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:

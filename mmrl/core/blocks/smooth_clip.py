@@ -68,6 +68,10 @@ class BinaryGate(Clip):
     """Weight of (log r)^2, which pulls back to the old policy even if the gate is closed (prime-rl: 1e-3, after Kimi
     K2.5, arXiv 2602.02276)."""
 
+    @property
+    def without_advantage(self) -> bool:
+        return self.squared > 0
+
     def __call__(self, log_ratio: Tensor, logp: Tensor, advantage: Tensor, turn: Tensor | None = None) -> Loss:
         advantage, now, moved = advantage.detach(), logp.detach(), log_ratio.detach()
         # log_ratio is logp - logp_old, limited; subtracting it gives logp_old without reading the rollouts
@@ -146,6 +150,7 @@ class Gmpo(BoundedClip):
     """
 
     kind = "gmpo"
+    compares_decisions = True
     low: float = rare(bounded(0.4, at_least=0))
     """The log-ratio is bounded below by -low if the advantage is negative."""
     high: float = rare(bounded(0.4, at_least=0))
@@ -231,6 +236,7 @@ class Dro(Clip):
 
     kind = "dro"
     exponentiates = False
+    without_advantage = True
     beta: float = rare(bounded(0.05, above=0))
     """Weight of the squared log-ratio."""
 
@@ -274,6 +280,7 @@ class ClipCov(BoundedClip):
     """
 
     kind = "clip_cov"
+    compares_decisions = True
     share: float = rare(bounded(2e-4, above=0, at_most=1))
     """Fraction of the decisions to exclude (at least one)."""
     cov_low: float = rare(bounded(1.0))
@@ -336,6 +343,8 @@ class KlCov(Clip):
     """
 
     kind = "kl_cov"
+    compares_decisions = True
+    without_advantage = True
     share: float = rare(bounded(2e-4, above=0, at_most=1))
     """Fraction of the decisions to penalise (at least one)."""
     coef: float = rare(bounded(1.0, at_least=0))

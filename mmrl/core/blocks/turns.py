@@ -36,6 +36,8 @@ class Weight(Block):
 
     weighs_kl: ClassVar[bool] = False
     """Whether it also multiplies each decision's divergence in the loss."""
+    thins: ClassVar[bool] = False
+    """Whether it takes rows out of the mask before the policy scores them; see `thinned`."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """Weights (B, T), at least 0, of rollouts with advantages; no gradient, any value if nothing is trained."""
@@ -134,6 +136,7 @@ class GroupInGroup(Advantage):
     """
 
     kind = "group_in_group"
+    compares = "decisions"
     needs = frozenset({"samples", "turns", "anchors"})
     weight: float = rare(bounded(1.0, at_least=0))
     """Weight of the comparison of turns, omega."""
@@ -193,6 +196,8 @@ class InformationGain(Advantage):
     """
 
     needs = frozenset({"samples", "turns", "information_gain"})
+    compares = "decisions"
+    reads_sum = True
     entry: str = rare("answer")
     """Name of the task entry that contains the true answer."""
     before: str = rare("")

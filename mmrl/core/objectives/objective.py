@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -33,7 +33,7 @@ from mmrl.core.loss import (
     required,
 )
 from mmrl.core.returns import decision_rewards, turn_starts
-from mmrl.core.rollouts import Rollouts
+from mmrl.core.rollouts import SAMPLED, Rollouts
 from mmrl.core.state import ObjectiveState
 from mmrl.fields import bounds_of, hints_of
 
@@ -262,6 +262,11 @@ class Objective:
         return 0.0 if self.kl is None else self.kl.coef
 
     @property
+    def compares(self) -> str:
+        """What advantages read of rows outside the update; see `Advantage.compares`."""
+        return "scores" if self.kl_in_reward and "samples" in self.advantage.needs else self.advantage.compares
+
+    @property
     def regularised(self) -> bool:
         """Whether rows have a gradient even if all their advantages are 0."""
         # a comparison of rows pulls on log-ratios even if all advantages are equal
@@ -371,12 +376,15 @@ class Objective:
         Gradient: none; all of them are constants.
         """
         with torch.no_grad():
-            # the penalty changes what is estimated from, not the rewards that are logged
-            shaped = self._kl_shaped(rollouts) if self.kl_in_reward and self.needs_reference else rollouts
+            shaped = self._estimated_from(rollouts)
             # a first step, such as a single call in a notebook, gets fresh states
             memory = (self.state() if state is None else state).blocks
             own = (memory["advantage"],) if "advantage" in memory else ()
             advantage = self.advantage(shaped, *own)
+            if SAMPLED in rollouts.extras:
+                advantage = torch.where(rollouts.loss_mask > 0, advantage, 0.0)
+                kept = {name: value for name, value in rollouts.extras.items() if name != SAMPLED}
+                rollouts = rollouts.replace(extras=kept)
             returns = rollouts.returns
             if self.needs_values and rollouts.values is not None:
                 # before scaling: the critic regresses on returns in units of reward, and whitening is for the policy
@@ -438,12 +446,12 @@ class Objective:
         """Constant length of a `FixedLength` aggregation; None if there is none."""
         return next((mode.length for mode in self._averages if isinstance(mode, FixedLength)), None)
 
-    def with_fixed_length(self, length: int) -> Objective:
-        """A copy whose `FixedLength` aggregations, if any, have this length."""
+    def with_fixed_length(self, length: int, kept: Collection[str] = ()) -> Objective:
+        """A copy whose `FixedLength` aggregations have this length, but for those of the parts "aggregation", "kl"."""
         changes: dict[str, Any] = {}
-        if isinstance(self.aggregation, FixedLength):
+        if isinstance(self.aggregation, FixedLength) and "aggregation" not in kept:
             changes["aggregation"] = FixedLength(length)
-        if self.kl is not None and isinstance(self.kl.aggregation, FixedLength):
+        if self.kl is not None and isinstance(self.kl.aggregation, FixedLength) and "kl" not in kept:
             changes["kl"] = self.kl.replace(aggregation=FixedLength(length))
         return self.replace(**changes)
 
@@ -616,8 +624,18 @@ class Objective:
         returns = required(rollouts.returns, "rollouts.returns", "compute_advantages(rollouts) sets it")
         return self.value.coef * _average(mode, self.value(values, values_old, returns), mask, counts, rollouts), {}
 
-    def _kl_shaped(self, rollouts: Rollouts) -> Rollouts:
-        assert self.kl is not None
+    def _estimated_from(self, rollouts: Rollouts) -> Rollouts:
+        """Rows as the estimator reads them."""
+        if (whole := rollouts.extras.get(SAMPLED)) is None:
+            return self.shaped(rollouts)
+        # rows that have left the update still count in the statistics of their groups
+        shaped = self.shaped(rollouts.replace(mask=whole))
+        return shaped.replace(mask=rollouts.mask) if self.advantage.compares == "rewards" else shaped
+
+    def shaped(self, rollouts: Rollouts) -> Rollouts:
+        """Subtract the divergence from the rewards if it is in the reward, but not from those that are logged."""
+        if self.kl is None or not (self.kl_in_reward and self.needs_reference):
+            return rollouts
         # from the log-probabilities at sampling time: a reward is a constant of the update
         mask, penalty = rollouts.loss_mask, self.kl.penalty(rollouts)
         shaped = decision_rewards(rollouts) - torch.where(mask > 0, penalty, 0.0)
@@ -642,6 +660,12 @@ class Objective:
         if self.value is not None and not self.needs_values:
             yield (
                 f"a value loss is set but advantage '{self.advantage.kind}' has no critic. Use 'gae', or remove value."
+            )
+        if self.weight is not None and self.weight.thins and self.compares == "scores":
+            what = "kl.in_reward" if self.kl_in_reward else f"advantage '{self.advantage.kind}'"
+            yield (
+                f"weight '{self.weight.kind}' leaves rows out before the policy scores them, but {what} compares the "
+                "scores of all rows of a group. Use one of the two."
             )
         yield from self.order.conflicts(self.advantage)
         if self.value is None and self.needs_values:

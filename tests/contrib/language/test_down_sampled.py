@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from mmrl.core.rollouts import SAMPLED
 from mmrl.training import recipe as stages
 from mmrl.training import update
 from mmrl.training.objectives import ObjectiveConfig
@@ -55,6 +56,17 @@ def test_half_of_the_rows_pass_before_the_update_and_in_it(tmp_path, monkeypatch
     assert [rows for rows, _, _ in passes] == [ROWS, ROWS]
     # sums of other order round differently, relative to the largest terms
     torch.testing.assert_close(gradient, same, rtol=0.0, atol=1e-5 * float(same.abs().max()))
+
+
+def test_rows_that_leave_before_they_are_scored_count_in_their_group(tmp_path, monkeypatch):
+    seen, advantages = [], VlmRecipe.advantages
+    monkeypatch.setattr(VlmRecipe, "advantages", lambda *given: seen.append(given[1]) or advantages(*given))
+    step(tmp_path / "run", monkeypatch, preset="opo", kind="down_sampled", rows=0.5)
+    step(tmp_path / "other", monkeypatch, preset="d3s")
+    (found, other) = seen
+    assert int(found.mask.any(1).sum()) == ROWS // 2
+    assert int(found.extras[SAMPLED].any(1).sum()) == ROWS
+    assert SAMPLED not in other.extras, "that estimator reads rewards alone"
 
 
 @pytest.mark.parametrize("rows", [1.0, 0.25])
