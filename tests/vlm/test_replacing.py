@@ -8,6 +8,7 @@ import torch
 from mmrl.errors import UserError
 from mmrl.fields import check_config
 from mmrl.rewards import RewardConfig, RewardResult
+from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.rollers import Unit, sampled
@@ -98,6 +99,24 @@ def test_the_best_comprehended_answers_take_the_places_of_failed_samples(opened,
     torch.testing.assert_close(scores(recipe, rows), rows.logp_old * rows.mask, atol=1e-4, rtol=1e-3)
     rows = recipe.advantages(rows, make_accelerator(), Step())
     assert rows.advantage[:4, 0].tolist() == [0.5 if row in places else -0.5 for row in range(4)]
+
+
+@pytest.mark.parametrize(("preset", "name"), [("gtpo", "tokens"), ("seed_grpo", "answer")])
+def test_blocks_read_the_exchanged_text(opened, monkeypatch, preset, name):
+    given = [{"model": "a teacher", "text": TEXTS[0]}]
+    parts = {"teachers": TeachersSettings(count=1), "objective": ObjectiveConfig(preset=preset)}
+    recipe = opened(MultiTeacherRecipe, MultiTeacherConfig, {"teacher_responses": given}, **parts)
+    scoring(recipe, monkeypatch, lambda row: 0.0, lambda row: 1.0)
+    rows = rolled(recipe)
+    payload, place = VlmPayload.of(rows), int(torch.nonzero(rows.extras["source"] == 2)[0])
+    if name == "tokens":
+        length = int(rows.mask[place].sum())
+        assert torch.equal(rows.extras[name][place, :length], payload.response_ids[place, :length])
+    else:
+        others = [row for row in range(4) if row != place and payload.texts[row] != payload.texts[place]]
+        assert not torch.isin(rows.extras[name][place], rows.extras[name][others])
+    rows = rows.replace(entropy=torch.full_like(rows.mask, 0.1))
+    assert recipe.objective.compute_advantages(rows).advantage.isfinite().all()
 
 
 def test_teachers_answers_that_cannot_be_used(opened, monkeypatch):

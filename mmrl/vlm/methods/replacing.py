@@ -67,7 +67,11 @@ class Replacing(RolloutStage, ABC):
         if found is None:
             return rollouts
         self.replaced["rows"] += len(found[0])
-        return rollouts.exchanged(*found)
+        rollouts = rollouts.exchanged(*found)
+        # tokens, and numbers of answers, which count over the group: those of the rows that left do not fit
+        tokens = VlmPayload.of(rollouts).sampled_tokens(rollouts.mask)
+        inputs = self.recipe._block_inputs(rollouts, *self.recipe.asked(rollouts), tokens)
+        return rollouts.replace(extras=rollouts.extras | inputs)
 
     def metrics(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
         """What was replaced in the step."""
@@ -97,9 +101,11 @@ class Replacing(RolloutStage, ABC):
         given = VlmPayload(prompts, tasks, tokens, list(texts), ["eos"] * len(ids))
         first = [like.host.group.tolist().index(group) for group in groups]
         extras = {  # of rows: what the group has in common
-            name: value[first].cpu() if value.dim() == 1 else torch.ones_like(mask)
+            name: value[first].cpu() if value.dim() == 1 else torch.zeros(mask.shape, dtype=value.dtype)
             for name, value in like.extras.items()
         }
+        # given text was not truncated, so its whole probability counts
+        extras |= {name: torch.ones_like(mask) for name in extras.keys() & {"nucleus_mass"}}
         extras[SOURCE] = torch.full((len(ids),), source)
         missing = torch.full((len(ids),), float("nan"))
         rows = Rollouts(torch.arange(len(ids)), mask, torch.zeros_like(mask), missing, given, extras=extras)
