@@ -31,7 +31,8 @@ class LikelihoodConfig:
     """Number of elbo draws per response."""
     chunk: int = rare(only_with(bounded(0, at_least=0), kind=Unless("one_step")))
     """Number of elbo draws to backpropagate at a time, so that memory does not grow with their number; 0 means all.
-    Needs an objective that sums over decisions (token ratio, token_mean), such as bgpo."""
+    Needs an objective that sums over decisions, such as bgpo: token ratio, token_mean, no gate, and no clip that
+    compares decisions."""
 
     per_token: bool = rare(only_with(False, kind=Unless("one_step")))
     """Divide the elbo bounds by the number of tokens in the response, as BGPO's code does."""
@@ -117,9 +118,9 @@ class MaskedConfig(VlmConfig):
             raise ValueError(f"objective {objective.name} needs draws of a likelihood bound; set likelihood.kind: elbo")
         if self.likelihood.chunk and not (self.draws and splits(objective)):
             raise ValueError(
-                "likelihood.chunk needs likelihood.kind elbo and an objective that sums over decisions: ratio token "
-                f"and aggregation token_mean, such as bgpo; {objective.name} has {objective.ratio.kind} and "
-                f"{objective.aggregation.kind}"
+                "likelihood.chunk needs likelihood.kind elbo and an objective that sums over decisions, such as bgpo: "
+                "ratio token, aggregation token_mean (also of the kl), no gate, and no clip that compares decisions; "
+                f"{objective.name} is: {objective.parts()}"
             )
         if self.inpainting.replacements > self.trainer.samples_per_task:
             raise ValueError(
@@ -135,8 +136,11 @@ class MaskedConfig(VlmConfig):
 
 def splits(objective: Objective) -> bool:
     """Whether the loss is a sum of independent terms, one per decision, divided by their number."""
-    apart = objective.ratio.kind == "token" and objective.aggregation.kind == "token_mean"
-    return apart and not objective.compares_rows
+    averages = [objective.aggregation, None if objective.kl is None else objective.kl.aggregation]
+    if objective.ratio.kind != "token" or any(mean is not None and mean.kind != "token_mean" for mean in averages):
+        return False
+    # a gate takes the mean of a row, of which a chunk has a part
+    return objective.gate is None and not (objective.compares_rows or objective.clip.compares_decisions)
 
 
 @dataclass

@@ -8,12 +8,12 @@ import torch
 from mmrl.core.blocks.foreign import HINTED, SOURCE, HintedEntropy
 from mmrl.core.rollouts import Rollouts
 from mmrl.masked.inpainting import cut, hinted_answer
-from mmrl.masked.masked_config import InpaintingConfig, LikelihoodConfig
+from mmrl.masked.masked_config import InpaintingConfig, LikelihoodConfig, splits
 from mmrl.masked.masked_policy import MaskedPayload
 from mmrl.masked.masked_recipe import TIME, MaskedRecipe, MaskedSftRecipe
 from mmrl.masked.masked_sampler import MaskedSampling, propose, step_shares, unmask
 from mmrl.rewards import RewardConfig
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.rollers import Unit, sampled
@@ -174,7 +174,16 @@ def test_a_share_of_whole_chunks_is_given():
     [
         ({"objective": ObjectiveConfig("bgpo"), "likelihood": LikelihoodConfig("one_step")}, "needs draws"),
         ({"objective": ObjectiveConfig("inpainting_guided"), "likelihood": LikelihoodConfig("elbo")}, "weights tokens"),
-        ({"objective": ObjectiveConfig("gspo"), "likelihood": LikelihoodConfig("elbo", chunk=1)}, "likelihood.chunk"),
+        *(
+            ({"objective": objective, "likelihood": LikelihoodConfig("elbo", chunk=1)}, "likelihood.chunk")
+            for objective in (
+                ObjectiveConfig("gspo"),
+                ObjectiveConfig("bgpo", kl={"kind": "k3", "coef": 1.0, "aggregation": "sequence_mean"}),
+                ObjectiveConfig("bgpo", gate={"kind": "off_policy", "limit": 0.05}),
+                ObjectiveConfig("bgpo", clip={"kind": "gmpo"}),
+                ObjectiveConfig("bgpo", clip={"kind": "ppo_clip", "ratio_limit": 10.0}),
+            )
+        ),
         ({"objective": ObjectiveConfig("gigpo")}, "anchor|observation"),
         ({"inpainting": InpaintingConfig(replacements=4)}, "replacements is 4"),
         ({"inpainting": InpaintingConfig(replacements=1)}, "leaves no room"),
@@ -183,6 +192,10 @@ def test_a_share_of_whole_chunks_is_given():
 def test_what_does_not_fit_together_is_refused(changes, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         config_of("masked", tmp_path, **changes)
+
+
+def test_sums_over_draws_may_be_cut():
+    assert splits(make_objective(ObjectiveConfig("bgpo", kl={"kind": "k3", "coef": 1.0})))
 
 
 def test_blocks_and_steps_divide_evenly():

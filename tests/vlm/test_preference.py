@@ -11,6 +11,7 @@ from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.rewards import RewardConfig
 from mmrl.runs.records import read_samples
+from mmrl.training.objectives import PreferenceConfig, make_preference
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step, make_reference, shared_prefix
 from mmrl.training.run import evaluate, train
@@ -415,7 +416,12 @@ def test_the_baseline_of_kto_is_that_of_each_answer_behind_the_next_question(tmp
     assert max(map(abs, ratios)) > 1e-3
     found = rollouts.extras["kl_baseline"]
     assert found.tolist() == pytest.approx([sum(ratios) / len(ratios)] * 12, rel=1e-4)
-    assert len(mismatched(rollouts, recipe.policy.positions).group) == 12
+    recipe.objective = make_preference(PreferenceConfig(preset="kto", score={"kind": "mean"}))
+    others = mismatched(rollouts, recipe.policy.positions)
+    reference = recipe.reference.score(lambda module: recipe.logp(module, others))
+    means = ((recipe.logp(recipe.policy, others) - reference) * others.mask).sum(1) / others.mask.sum(1)
+    assert step_pairs(recipe).extras["kl_baseline"].tolist() == pytest.approx([float(means.mean())] * 12, rel=1e-4)
+    assert len(others.group) == 12
     shortest = min(len(prompt) for prompt in rollouts.payload.prompts)
     assert mismatched(rollouts, shortest) is None, "answers that do not fit are left out"
     assert mismatched(rollouts.select_groups(torch.tensor([0])), 1000) is None

@@ -47,8 +47,6 @@ from mmrl.vlm.vlm_recipe import VlmRecipe
 
 EDGE = "segment_edge"
 """Extra (B, T) int64 of the tree's rows: index of the branch that each token belongs to, unique in its group."""
-OWN = "segment_own"
-"""Extra (B, T) of the tree's rows: 1 on tokens that no earlier row shares."""
 Cut = tuple[int, float]
 """Tokens before a position in a response, and the value at that position."""
 
@@ -198,12 +196,25 @@ class SegmentRecipe(VlmRecipe):
         """Advantages of the objective over uncertain tokens; the others are dropped from the update."""
         before, total = rollouts.extras, rollouts.mask.sum()
         kept = rollouts.logp_old.exp() < self.config.segment.probability
-        # the tree alone has it: each shared segment is trained once, in the first row that has it
-        if OWN in before:
-            kept &= (before[OWN] > 0) & (before[VALUE_AFTER] != before[VALUE_BEFORE])
+        # the tree alone has it: each shared segment is trained once
+        if EDGE in before:
+            kept &= self._first(rollouts) & (before[VALUE_AFTER] != before[VALUE_BEFORE])
         rollouts = rollouts.replace(mask=rollouts.mask * kept.to(rollouts.mask.dtype))
         self.noted["segment/trained"] = Metric(rollouts.mask.sum(), total)
         return super().advantages(rollouts, accelerator, step)
+
+    def _first(self, rollouts: Rollouts) -> Tensor:
+        """Mask (B, T) of the tokens of each segment in the first row that has it and is trained."""
+        trained = rollouts.loss_mask > 0
+        if self.config.mask_truncated_completions:
+            cut = [finish == "length" for finish in VlmPayload.of(rollouts).finish]
+            trained &= ~to_device(torch.tensor(cut), trained.device)[:, None]
+        edge, row = rollouts.extras[EDGE], torch.arange(rollouts.num_rows, device=trained.device)[:, None]
+        # numbers of branches may recur in groups that were sampled later
+        branch = edge + rollouts.group[:, None] * (int(edge.max()) + 1)
+        owner = torch.full((int(branch.max()) + 1,), rollouts.num_rows, device=trained.device)
+        owner.scatter_reduce_(0, branch[trained], row.expand_as(edge)[trained], "amin")
+        return trained & (owner[branch.clamp(min=0)] == row)
 
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Adds the number of values estimated and tokens sampled."""
@@ -334,7 +345,7 @@ class SegmentRecipe(VlmRecipe):
             ]
             leaves += [one for one, end in zip(grown, ended, strict=True) if end]
             live = [one for one, end in zip(grown, ended, strict=True) if not end]
-        # siblings next to each other: `leaf_rows` gives a shared segment to the first row
+        # siblings next to each other: a shared segment is trained in the first row
         leaves.sort(key=lambda leaf: (leaf.group, leaf.path))
         texts, greedy = self._texts(policy, prompts, leaves), self._greedy_answers(policy, prompts)
         rows = leaf_rows(leaves, policy.pad_id)
@@ -378,7 +389,7 @@ def leaf_rows(leaves: Sequence[Branch], pad: int) -> dict[str, Any]:
     """Padded tokens, log-probabilities, mask and branches (B, T) of leaves in the order of their paths."""
     shape = (len(leaves), max(len(leaf.ids) for leaf in leaves))
     rows: dict[str, Any] = {"ids": torch.full(shape, pad), EDGE: torch.full(shape, -1)}
-    rows |= {name: torch.zeros(shape) for name in ("mask", "logp", OWN)}
+    rows |= {name: torch.zeros(shape) for name in ("mask", "logp")}
     seen: dict[tuple[int, ...], int] = {}
     for row, leaf in enumerate(leaves):
         length = len(leaf.ids)
@@ -386,7 +397,6 @@ def leaf_rows(leaves: Sequence[Branch], pad: int) -> dict[str, Any]:
         rows["mask"][row, :length] = 1.0
         for depth, (start, stop) in enumerate(zip([0, *leaf.ends], leaf.ends, strict=False), start=1):
             node = (leaf.group, *leaf.path[:depth])
-            rows[OWN][row, start:stop] = float(node not in seen)
             # numbers follow the order of rows, so the same tree always has the same ones
             rows[EDGE][row, start:stop] = seen.setdefault(node, len(seen))
     return rows

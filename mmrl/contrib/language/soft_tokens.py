@@ -70,7 +70,8 @@ def mixture_logp(logp: Tensor, scores: Tensor) -> Tensor:
     within = (noise > NOISE[0] - EDGE) & (noise < NOISE[1] + EDGE)
     # noise beyond its bounds means the policy has moved: clamping stops the gradient there
     noise = torch.where(within, noise, noise.clamp(*NOISE))
-    counts = (among > RARE).to(logp.dtype)
+    # the likeliest always counts: of more than 20 equally likely tokens, each is rare
+    counts = ((among > RARE) | (among == among.amax(-1, keepdim=True))).to(logp.dtype)
     # a mean over tokens, so its size does not depend on how many count
     return ((-noise - (-noise).exp()) * counts).sum(-1) / counts.sum(-1)
 

@@ -67,6 +67,11 @@ class TruncatedConfig(VlmConfig):
             raise ValueError(
                 "objective.filter is resample, but each step continues each response once; use drop or none"
             )
+        if self.mask_truncated_completions:
+            raise ValueError(
+                "mask_truncated_completions is set, but responses cut by the window are what recipe truncated learns "
+                "from; leave it false"
+            )
         if self.rollers.overlap:
             raise ValueError(
                 "rollers.overlap is set, but each step starts from the unfinished responses of the previous one"
@@ -220,7 +225,8 @@ class TruncatedRecipe(VlmRecipe):
         # the critic has not yet seen returns of a finished answer's earlier tokens, so it learns all of them
         mask = torch.where(cut[:, None], found.mask, whole)
         gamma = getattr(self.objective.advantage, "gamma", 1.0)
-        to_go = returns_to_go(decision_rewards(rollouts), whole, gamma)
+        # as the advantages: a divergence in the reward is part of the return
+        to_go = returns_to_go(decision_rewards(self.objective.shaped(rollouts)), whole, gamma)
         assert rollouts.values is not None
         # the value itself as target: the critic learns nothing from unfinished answers
         returns = torch.where(cut[:, None], rollouts.values, to_go) * mask

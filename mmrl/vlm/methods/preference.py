@@ -420,7 +420,10 @@ class MismatchedAnswers(LossTerm):
             reference = self.recipe.reference
             assert reference is not None
             scored = reference.score(lambda module: passes.run(module, others, frozenset({"logp"}), None)).logp
-            ratios = ((policy - scored).double() * others.mask).sum(1).tolist()
+            # summed or averaged like the answers that it is subtracted from
+            objective: Any = self.recipe.objective
+            values, valid = objective.score((policy - scored).double(), others.mask)
+            ratios = values[valid].tolist()
         # collective: a process without a fitting row takes part too
         everywhere = gather_object(ratios)
         baseline = sum(everywhere) / max(len(everywhere), 1)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mmrl.contrib.language.segment import EDGE, OWN, Branch, SegmentConfig, SegmentRecipe, SegmentSettings, continued
+from mmrl.contrib.language.segment import EDGE, Branch, SegmentConfig, SegmentRecipe, SegmentSettings, continued
 from mmrl.core.blocks.credit import VALUE_AFTER, VALUE_BEFORE
 from mmrl.errors import ConfigError
 from mmrl.fields import check_config
@@ -99,7 +99,7 @@ def test_a_tree_trains_each_branch_once_and_its_advantages_telescope(opened):
     torch.testing.assert_close(scored * mask, rows.logp_old, atol=1e-4, rtol=1e-3)
     assert rows.num_rows > 4, "answers branch"
     places = {}  # of each branch: the rows that train it
-    for row, t in torch.nonzero(rows.extras[OWN]).tolist():
+    for row, t in torch.nonzero(recipe._first(rows)).tolist():
         places.setdefault((int(rows.group[row]), int(edges[row, t])), set()).add(row)
     assert all(len(found) == 1 for found in places.values())
     assert places.keys() == {(int(rows.group[row]), int(edges[row, t])) for row, t in torch.nonzero(mask).tolist()}
@@ -108,10 +108,31 @@ def test_a_tree_trains_each_branch_once_and_its_advantages_telescope(opened):
     start = rows.extras[VALUE_BEFORE][:, 0]
     torch.testing.assert_close(start + (change * first).sum(1), rows.reward, atol=1e-5, rtol=1e-5)
     found = recipe.advantages(rows, make_accelerator(), Step())
-    assert torch.equal(found.mask, mask * rows.extras[OWN] * (change != 0))
+    assert torch.equal(found.mask, mask * recipe._first(rows) * (change != 0))
     recipe.config.segment.probability = 0.2
     certain = recipe.advantages(rows, make_accelerator(), Step())
     assert bool((certain.mask <= (rows.logp_old.exp() < 0.2)).all())
+
+
+@pytest.mark.parametrize("leaves", ["unscored", "truncated"])
+def test_a_shared_segment_is_trained_in_the_first_row_that_is_trained(opened, leaves):
+    recipe = opened(kind="tree", tokens=2, branches=[2, 2])
+    rows = collected(recipe)
+    assert torch.equal(rows.extras[EDGE][0, :1], rows.extras[EDGE][1, :1])
+    payload = VlmPayload.of(rows)
+    payload.finish[:] = ["eos"] * rows.num_rows
+    before = recipe._first(rows)
+    if leaves == "unscored":
+        rows.reward[0] = float("nan")
+    else:
+        recipe.config.mask_truncated_completions = True
+        payload.finish[0] = "length"
+    after = recipe._first(rows)
+    shared = (rows.extras[EDGE][0] == rows.extras[EDGE][1]) & (rows.mask[1] > 0)
+    assert bool(before[0, shared].all())
+    assert not after[0].any()
+    assert bool(after[1, shared].all())
+    assert torch.equal(after[2:], before[2:])
 
 
 def test_settings_without_a_meaning_are_refused(opened):

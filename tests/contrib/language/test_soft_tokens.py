@@ -1,6 +1,7 @@
 """Soft tokens of SofT-GRPO: their sampling, their replay, and the code of the paper."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -51,6 +52,14 @@ def test_rounding_does_not_decide_whether_clipped_noise_has_a_gradient(bound):
     torch.testing.assert_close(gradient(2e-6), gradient(-2e-6), rtol=0, atol=1e-4)
     outside = gradient(1.0 if bound > 0 else -1.0)
     assert (outside - gradient(0.0)).abs().max() > 0.1
+
+
+def test_many_equally_likely_tokens_have_a_log_probability():
+    logp = torch.full((1, 32), -8.0, requires_grad=True)
+    found = mixture_logp(logp, logp.detach().log_softmax(-1) + 0.3)
+    (gradient,) = torch.autograd.grad(found.sum(), logp)
+    assert found.item() == pytest.approx(-0.3 - math.exp(-0.3), abs=1e-4)
+    assert gradient.isfinite().all()
 
 
 def test_the_update_scores_what_was_sampled(recipe):

@@ -6,7 +6,7 @@ import torch
 from mmrl.contrib.language.truncated import NEW, TRUNCATED, TruncatedConfig, TruncatedRecipe, places_of
 from mmrl.fields import check_config
 from mmrl.rewards import RewardConfig
-from mmrl.training.objectives import ObjectiveConfig
+from mmrl.training.objectives import ObjectiveConfig, make_objective
 from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import VlmPayload, token_lists
@@ -85,6 +85,20 @@ def test_settings_that_lose_answers_are_refused(recipe):
     recipe.config.objective = ObjectiveConfig(preset="tppo", filter={"kind": "resample"})
     with pytest.raises(ValueError, match="continues each response once"):
         recipe.config.validate()
+    recipe.config.objective, recipe.config.mask_truncated_completions = ObjectiveConfig(preset="tppo"), True
+    with pytest.raises(ValueError, match="mask_truncated_completions is set"):
+        recipe.config.validate()
+
+
+def test_the_critic_learns_returns_with_the_divergence(recipe):
+    kl = {"kind": "k1", "coef": 0.5, "in_reward": True}
+    recipe.objective = make_objective(ObjectiveConfig(preset="tppo", kl=kl))
+    rows = recipe.score(recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step()), Step())
+    rows = rows.replace(values=torch.zeros_like(rows.mask), logp_ref=rows.logp_old - 1.0)
+    rows = rows.replace(extras=rows.extras | {TRUNCATED: torch.zeros_like(rows.reward)})
+    found = recipe.advantages(rows, make_accelerator(), Step())
+    left = rows.mask.flip(1).cumsum(1).flip(1) * rows.mask
+    torch.testing.assert_close(found.returns, (rows.reward[:, None] - 0.5 * left) * rows.mask)
 
 
 def test_a_question_may_be_drawn_for_two_slots():
