@@ -162,7 +162,9 @@ class Scaffold(Replacing):
         ids = token_lists(drawn.response_ids, drawn.mask)
         rows = self.rows_of(rollouts, [failed[place] for place, _, _ in asked], ids, drawn.texts, HINTED)
         VlmPayload.of(rows).finish[:] = drawn.finish
-        return self.with_scores(rows.replace(logp_old=drawn.logp), step)
+        # sampled, and so truncated like all samples
+        mass = {"nucleus_mass": drawn.nucleus_mass} if "nucleus_mass" in rows.extras else {}
+        return self.with_scores(rows.replace(logp_old=drawn.logp, extras=rows.extras | mass), step)
 
 
 class ScaffoldedRecipe(VlmRecipe):

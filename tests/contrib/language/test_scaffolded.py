@@ -16,8 +16,9 @@ HINTS = ["Add them.", "3 + 4 is 7."]
 
 @pytest.fixture
 def opened(tmp_path, tiny_folders, closing):
-    def make(**settings):
+    def make(top_p=1.0, **settings):
         config = configure(ScaffoldedConfig, tmp_path, tiny_folders["qwen2_5_vl"], hints=HINTS)
+        config.sampler.top_p = top_p
         config.scaffold = ScaffoldSettings(**{"warmup_steps": 0} | settings)
         check_config(config, "")
         return closing(ScaffoldedRecipe(config))
@@ -64,6 +65,14 @@ def test_the_prompt_of_an_exchanged_answer_changes_its_log_probabilities(opened,
     assert VlmPayload.of(found[0]).texts == VlmPayload.of(found[1]).texts
     assert float((found[0].logp_old - found[1].logp_old)[[0, 4]].abs().max()) > 1e-3
     assert torch.equal(found[0].logp_old[1:4], found[1].logp_old[1:4])
+
+
+def test_an_answer_behind_hints_was_sampled_from_the_nucleus_too(opened, monkeypatch):
+    recipe = opened(top_p=0.5)
+    scoring(recipe, monkeypatch, lambda row: 0, lambda row: 1)
+    rows = rolled(recipe)
+    hinted = rows.extras["source"] == 1
+    assert bool((rows.extras["nucleus_mass"][hinted][rows.mask[hinted] > 0] < 1).all())
 
 
 def test_no_hints_before_the_warm_up_ends(opened, monkeypatch):
