@@ -1,6 +1,7 @@
 """Preview of questions and rewards in `mmrl train CONFIG --dry-run`, before a model is loaded."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from PIL import Image
 from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.recipes import plan_of
+from mmrl.vlm.data.preview import FORMS
 from tests.pages import ROOT
 
 CONFIG = """
@@ -114,3 +116,9 @@ def test_rows_of_masked_models_are_read_too(folder, capsys):
     (folder / "train.jsonl").write_text(json.dumps(row) + "\n")
     assert main(words) == 0
     assert capsys.readouterr().out.startswith("data: train.jsonl: 1 questions\n")
+
+
+def test_the_tutorial_shows_the_formats():
+    text = (ROOT / "docs/tutorials/vlm.md").read_text()
+    shown = re.findall(r"^  ('.*') earns", text, re.MULTILINE)
+    assert shown == [repr(form.format("amber")) for form in FORMS]
