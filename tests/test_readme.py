@@ -194,7 +194,7 @@ def quick(tmp_path, monkeypatch):
         data = tmp_path / "data"
         texts = [
             *(f"output_dir={run_dir}", f"model.path={model}", "trainer.steps=2", "trainer.tasks_per_step=2"),
-            *("trainer.minibatches_per_step=1", group_size(config, 2)),
+            *("trainer.minibatches_per_step=1", "trainer.warmup_steps=0", group_size(config, 2)),
             *("evaluation.max_tasks=4", "sampler.max_new_tokens=6", "tracking.strict=true"),
             *(f"data.path={data}/{run_dir.name}.jsonl", "data.build_options.count=8"),
         ]
