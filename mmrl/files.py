@@ -379,6 +379,12 @@ def expanded(path: Path | str) -> Path:
         return Path(path)
 
 
+def written_by_run(path: Path | str) -> str:
+    """Advice about a missing folder if it looks like one that a run writes; empty otherwise."""
+    place = Path(path).as_posix()
+    return "; a run writes it: train its configuration first" if re.search(r"^runs/|checkpoints/step-", place) else ""
+
+
 def is_file(path: Path | str) -> bool:
     """Whether the file exists; False also for an invalid path: too long, with a NUL or half a character."""
     try:

@@ -33,6 +33,7 @@ from mmrl.files import (
     replaced,
     shortened_name,
     write_atomically,
+    written_by_run,
 )
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -316,3 +317,16 @@ def test_a_file_whose_content_cannot_be_read_is_named(read):
     """An input/output error names no file."""
     with pytest.raises(UserError, match="/proc/self/mem cannot be read: Input/output error"):
         read("/proc/self/mem")
+
+
+@pytest.mark.parametrize(
+    ("path", "written"),
+    [
+        ("runs/clone", True),
+        ("/data/checkpoints/step-000010/model", True),
+        ("models/runs-7b", False),
+        ("a/b", False),
+    ],
+)
+def test_a_missing_folder_of_a_run_has_advice(path, written):
+    assert ("train its configuration first" in written_by_run(path)) == written

@@ -24,7 +24,7 @@ from diffusion.families.base import Family
 from diffusion.families.table import find_family
 from mmrl.core.payload import to_host
 from mmrl.errors import UserError
-from mmrl.files import expanded, read_json_object
+from mmrl.files import expanded, read_json_object, written_by_run
 from mmrl.hub.building import check_finite, first_line, may_be_hub_id
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.workers.given import take_model
@@ -247,6 +247,8 @@ def _resolve(path_or_id: Path | str) -> tuple[str, Path | None]:
         raise UserError(
             f"pipeline folder {path_or_id} not found; pass a folder with {INDEX_FILE} or a Hub id (owner/name)"
         )
+    if advice := written_by_run(path_or_id):
+        raise UserError(f"pipeline folder {path_or_id} not found{advice}")
     return str(path_or_id), None
 
 

@@ -29,13 +29,14 @@ from packaging.requirements import Requirement as Declared
 from mmrl.config import foreign_run
 from mmrl.entries import load_target
 from mmrl.errors import UserError
-from mmrl.files import read_json_object, read_lines
+from mmrl.files import read_json_object, read_lines, read_text
 from mmrl.findings import DISTRIBUTION, PROJECT_DIR, Finding, install_command, one_line
 from mmrl.hub.building import base_path
 from mmrl.runs.checkpoint import Checkpoints
 from mmrl.runs.folder import FINISHED, has_begun, owner_of, resume_command
 from mmrl.runs.records import read_jsonl
 from mmrl.runs.tracking import read_evaluations, read_metrics
+from mmrl.workers.loading import GIVEN
 from mmrl.workers.memory import machine_bytes
 
 if TYPE_CHECKING:
@@ -183,11 +184,14 @@ def _resume(run_dir: Path) -> list[Finding]:
     steps = checkpoints.steps()
     whole = [step for step in steps if checkpoints.damage(checkpoints.path(step)) is None]
     command = resume_command(run_dir)
+    longer, repaired = f"{command} trainer.steps=<more>", f"{command} --from-last-good"
+    if re.search(rf"\b{GIVEN}:\w", read_text(run_dir / "config.yaml", errors="replace")):
+        # objects of a program are in no file, so a command cannot continue the run
+        command = "run its Python program again with resume=True"
+        longer, repaired = f"{command} and more steps", f"delete the newest checkpoint, and {command}"
     result = run_dir / "result.json"
     if result.is_file() and read_json_object(result).get("status") in FINISHED:
-        return [
-            Finding(AREA, "resume", "ok", "the run is finished", f"to train longer: {command} trainer.steps=<more>")
-        ]
+        return [Finding(AREA, "resume", "ok", "the run is finished", f"to train longer: {longer}")]
     if not steps:
         return [Finding(AREA, "resume", "ok", "no checkpoint: the run would start from the beginning", command)]
     if not whole:
@@ -195,7 +199,7 @@ def _resume(run_dir: Path) -> list[Finding]:
         return [Finding(AREA, "resume", "fail", "no checkpoint is intact", advice)]
     if whole[-1] != steps[-1]:
         text = f"continues from step {whole[-1]}, the newest intact checkpoint"
-        return [Finding(AREA, "resume", "warn", text, f"{command} --from-last-good")]
+        return [Finding(AREA, "resume", "warn", text, repaired)]
     return [Finding(AREA, "resume", "ok", f"continues from step {whole[-1]}", command)]
 
 

@@ -88,6 +88,17 @@ def test_run_without_a_checkpoint(run):
     assert findings(run)["resume"].found == "no checkpoint: the run would start from the beginning"
 
 
+def test_a_run_of_a_python_program_is_continued_by_the_program(run):
+    config = run / "config.yaml"
+    config.write_text(config.read_text() + "\n# function: given:right\n")
+    assert (
+        findings(run)["resume"].advice
+        == "to train longer: run its Python program again with resume=True and more steps"
+    )
+    (run / "result.json").unlink()
+    assert findings(run)["resume"].advice == "run its Python program again with resume=True"
+
+
 def test_lock_of_a_running_process(run):
     assert findings(run)["lock"].state == "ok"
     with RunLock(run):

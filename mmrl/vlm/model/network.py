@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from mmrl.config import as_given
 from mmrl.errors import UserError
-from mmrl.files import expanded, follow_umask, read_json_object
+from mmrl.files import expanded, follow_umask, read_json_object, written_by_run
 from mmrl.hub.building import base_entries, base_path, check_finite, first_line, may_be_hub_id, sort_header
 from mmrl.hub.compat import quiet_transformers
 from mmrl.hub.packaged import PACKAGED, resolve_packaged
@@ -52,6 +52,8 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
     if folder.is_dir():
         raise UserError(f"{folder} is not a model folder: it has no config.json; it contains {_listing(folder)}")
     if not may_be_hub_id(path):
+        if advice := written_by_run(path):
+            raise UserError(f"model folder {path} not found{advice}")
         raise UserError(
             f"model folder {path} not found; use a folder with config.json, a hub id (owner/name) or the name of a "
             f"packaged model ({', '.join(PACKAGED)})"

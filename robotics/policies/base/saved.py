@@ -15,7 +15,7 @@ from torch import nn
 
 from mmrl.errors import UserError
 from mmrl.fields import check_config
-from mmrl.files import read_json_object, replaced, write_atomically
+from mmrl.files import read_json_object, replaced, write_atomically, written_by_run
 from mmrl.hub.building import check_finite, sort_header
 from robotics.policies.base.action_statistics import ActionRange, ActionStatistics
 from robotics.sim.interface import RobotInterface
@@ -80,7 +80,9 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a folder's policy.json."""
     file = path / CONFIG_FILE
     if not file.is_file():
-        missing = "the folder does not exist" if not path.is_dir() else f"it has no {CONFIG_FILE}"
+        missing = (
+            f"the folder does not exist{written_by_run(path)}" if not path.is_dir() else f"it has no {CONFIG_FILE}"
+        )
         raise UserError(f"{path} is not a saved policy: {missing}")
     return read_json_object(file)
 
