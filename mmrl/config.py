@@ -465,7 +465,8 @@ def _remove_nulls(schema: type[Any], values: Any, where: str) -> None:
         of_dicts = typing.get_origin(hint) is dict
         if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(part, DictConfig):
             _remove_nulls(hint, part, f"{where}{name}.")
-        elif hint in TEXTS and isinstance(part, bool | float):
+        # `yes`, and `1e3`, which would become 1000.0; some texts may be a number such as 0.4
+        elif hint in TEXTS and (isinstance(part, bool) or (isinstance(part, float) and part.is_integer())):
             raise UserError(f"'{where}{name}' is a text, but YAML reads its value as {part!r}; write it in quotes")
         elif of_dicts and part is None:
             _refuse_null_block(f"{where}{name}", item.metadata.get("kinds"))
