@@ -185,7 +185,8 @@ def _resume(run_dir: Path) -> list[Finding]:
     whole = [step for step in steps if checkpoints.damage(checkpoints.path(step)) is None]
     command = resume_command(run_dir)
     longer, repaired = f"{command} trainer.steps=<more>", f"{command} --from-last-good"
-    if re.search(rf"\b{GIVEN}:\w", read_text(run_dir / "config.yaml", errors="replace")):
+    config = run_dir / "config.yaml"
+    if config.is_file() and re.search(rf"\b{GIVEN}:\w", read_text(config, errors="replace")):
         # objects of a program are in no file, so a command cannot continue the run
         command = "run its Python program again with resume=True"
         longer, repaired = f"{command} and more steps", f"delete the newest checkpoint, and {command}"

@@ -97,6 +97,8 @@ def test_a_run_of_a_python_program_is_continued_by_the_program(run):
     )
     (run / "result.json").unlink()
     assert findings(run)["resume"].advice == "run its Python program again with resume=True"
+    config.unlink()
+    assert "--resume" in findings(run)["resume"].advice
 
 
 def test_lock_of_a_running_process(run):
