@@ -17,6 +17,8 @@ from mmrl.runs.tracking import read_evaluations
 from mmrl.workers import given
 
 LOGGER = logging.getLogger("mmrl")
+INPUTS = ("method", "model", "data", "eval_data", "reward", "env", "steps", "options")
+"""Arguments of `train` that `_inputs` takes one by one; all others are options."""
 
 
 def compare(
@@ -75,7 +77,7 @@ def compare(
             place = folder / name / f"seed-{seed}"
             asked = arguments[name] | {"seed": seed}
             if has_begun(place):
-                _check_settings(place, **asked)
+                _check_settings(place, asked)
             if read_result(place).get("status") in FINISHED:
                 run = Run(place)
             else:
@@ -103,51 +105,35 @@ def compare(
 
 def _arguments(arm: str, own: Mapping[str, Any], common: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of `train` for one arm, whose own come before the common ones, option by option."""
+    from mmrl.training.run import flat_settings
+
     found = {"method": arm, **common, **own}
     if not isinstance(found.get("model") or "", str | Path | Mapping):
         raise UserError("model is an object, which the first run would train for all others; pass its folder or hub id")
-    shared = _dotted(common.get("options") or {})
+    shared = flat_settings(common.get("options") or {})
     for option in shared:
         if option.rpartition(".")[2] in own:
             name = option.rpartition(".")[2]
             raise UserError(
                 f"arm {arm} sets {name}, but `options` of all arms set {option}; pass it in the arm's `options`"
             )
-    return found | {"options": shared | _dotted(own.get("options") or {})}
+    return found | {"options": shared | flat_settings(own.get("options") or {})}
 
 
-def _dotted(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        nested = isinstance(value, Mapping) and value
-        found |= _dotted(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
-    return found
-
-
-def _check_settings(
-    place: Path,
-    *,
-    method: str,
-    model: Any = None,
-    data: Any = None,
-    eval_data: Any = None,
-    reward: Any = None,
-    env: Any = None,
-    steps: int | None = None,
-    options: Mapping[str, Any],
-    **settings: Any,
-) -> None:
+def _check_settings(place: Path, asked: Mapping[str, Any]) -> None:
     """Refuse a run that was made with other settings, rows or functions than are asked for now."""
     from omegaconf import OmegaConf
 
     from mmrl.config import load_omega, to_container
-    from mmrl.training.run import changed_settings, listed_changes
+    from mmrl.training.run import changed_settings, flat_settings, listed_changes
 
+    settings = dict(asked)
+    method, model, data, eval_data, reward, env, steps, options = (settings.pop(name, None) for name in INPUTS)
     inputs = _inputs(method, place, True, model, data, eval_data, reward, env, steps, options, settings)
     with given.having(inputs.objects):
         changed = changed_settings(place, _filled(inputs))
     stored: Any = OmegaConf.to_container(load_omega(place / "config.yaml"))
-    known, default = _dotted(stored), _dotted(to_container(inputs.entry.default_config()))
+    known, default = flat_settings(stored), flat_settings(to_container(inputs.entry.default_config()))
     # options that have come with a newer version have changed nothing at their defaults
     changed = {key: pair for key, pair in changed.items() if key in known or pair[1] != default.get(key, pair)}
     if changed:

@@ -485,10 +485,10 @@ def changed_settings(run_dir: Path, config: Any) -> dict[str, tuple[Any, Any]]:
         return {}
     try:
         stored = load_omega(path)
-        old = _flat(OmegaConf.to_container(stored))
+        old = flat_settings(OmegaConf.to_container(stored))
     except Exception as error:
         raise UserError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    new = _flat(to_container(config))
+    new = flat_settings(to_container(config))
     if old.get("recipe") != new["recipe"]:
         raise UserError(
             f"{run_dir} is a run of recipe '{old.get('recipe')}' and cannot be continued with '{new['recipe']}'"
@@ -522,10 +522,12 @@ def listed_changes(changed: Mapping[str, tuple[Any, Any]]) -> str:
     return ", ".join(f"{key} {old} -> {new}" for key, (old, new) in changed.items())
 
 
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+def flat_settings(values: Any, prefix: str = "") -> dict[str, Any]:
+    """Values of nested mappings by dotted name; an empty mapping is a value."""
     found: dict[str, Any] = {}
-    for key, value in values.items() if isinstance(values, dict) else ():
-        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    for key, value in values.items() if isinstance(values, Mapping) else ():
+        nested = isinstance(value, Mapping) and value
+        found |= flat_settings(value, f"{prefix}{key}.") if nested else {f"{prefix}{key}": value}
     return found
 
 

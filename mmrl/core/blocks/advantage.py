@@ -238,8 +238,8 @@ class Advantage(Block):
     """Turns the rewards of all rows of a rollout step into advantages."""
 
     compares: ClassVar[str] = "rewards"
-    """What an advantage reads of the other rows of its group, those outside the update too: "rewards", "decisions"
-    (also their number, or the rewards of each), or "scores" (also the policy's log-probabilities or entropies)."""
+    """What a row's advantage depends on in the other rows of its group, including rows that are not trained: "rewards";
+    "decisions", their number or their rewards as well; or "scores", log-probabilities or entropies as well."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """Advantages (B, T), 0 if nothing is trained, without gradient."""

@@ -26,7 +26,7 @@ from robotics.flow3d.video import RejectedVideo, RgbdVideo
 COLOURS = (".png", ".jpg", ".jpeg")
 DEPTHS = (".png", ".npy")
 COARSEST_M = 0.1
-"""Largest unit of integer depth; a larger one is not in metres."""
+"""Maximum `depth_unit_m`; a larger value is hardly in metres."""
 
 
 def read_rgbd_folder(folder: str | os.PathLike[str]) -> RgbdVideo:

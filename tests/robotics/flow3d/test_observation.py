@@ -1,4 +1,4 @@
-"""What a robot or a recording says of its camera is refused if it cannot be meant."""
+"""Cameras and depth that cannot be right are refused."""
 
 import dataclasses
 
