@@ -167,7 +167,8 @@ def _results(run: RunFolder, exported: Exported) -> list[str]:
     if not rows:
         return []
     several = any(row[2] for row in rows)
-    heading = ["held-out tasks", "measure", *(["before", "after", "change"] if several else ["value"]), "n"]
+    first = f"step {run.evaluations[0]['step']:,}" if run.evaluations and run.evaluations[0]["step"] else "before"
+    heading = ["held-out tasks", "measure", *([first, "after", "change"] if several else ["value"]), "n"]
     shown = [[*row[:2], *(row[2:5] if several else row[3:4]), row[5]] for row in rows]
     said = "Brackets are 95% intervals over the tasks."
     decoding = exported.facts.get("decoding", "")

@@ -184,6 +184,9 @@ def _ends(run: RunFolder, split: str, several: bool) -> list[EvaluationPoint]:
     training = run.name if several else "training"
     if run.only_evaluated:
         return [EvaluationPoint("evaluated", split, records[-1], run.folder)]
+    # a run without an evaluation at its start has no score before training
+    if ends[0][0] == "before" and records[0]["step"]:
+        ends[0] = (f"step {records[0]['step']:,} of", records[0])
     return [EvaluationPoint(f"{when} {training}", split, record, run.folder) for when, record in ends]
 
 

@@ -41,6 +41,14 @@ def test_changes_are_those_of_the_same_questions_and_rows_by_column(tmp_path):
     assert "other scores reads +0.0 [+0.0, +0.0] 100.0%" in text
 
 
+def test_a_first_evaluation_after_some_steps_is_not_called_before_training(tmp_path):
+    for step in (40, 80):
+        log_outcomes(tmp_path, step, [0.0] * 4 + [1.0] * 4, ["none"] * 8)
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "step 40 of training" in text
+    assert "before training" not in text
+
+
 def test_a_number_has_one_interval_on_the_page(tmp_path):
     for step in (0, 9):
         outcomes = [
