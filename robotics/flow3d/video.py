@@ -20,6 +20,7 @@ from robotics.flow3d.geometry import (
 )
 
 REASONS = {
+    "unreadable": "a file of the video is missing or damaged",
     "moving_camera": "the camera moves and its poses are unknown",
     "no_intrinsics": "the camera matrix is unknown, so points cannot be lifted to 3D",
     "missing_depth": "there is no depth",

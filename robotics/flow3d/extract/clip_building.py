@@ -64,7 +64,7 @@ def build_from_folder(
         The folder.
 
     Raises:
-        UserError: there are no videos, none of them gives a clip, or one is damaged; or the folder exists already.
+        UserError: there are no videos, none of them gives a clip, or the folder exists already.
     """
     found = sorted(one.parent for one in expanded(Path(videos)).glob("*/camera.json"))
     if not found:
@@ -136,15 +136,17 @@ def write_clips(
     form = extractor.encoding
     count = 0
     total = 0
+    last = ""
     # a draft, so that an error leaves no half-written folder
     with replaced(expanded(Path(path))) as draft:
         with FlowWriter(draft, num_frames=form.num_frames, grid=form.grid, title=title) as writer:
             for split, read in videos:
                 total += 1
                 try:
-                    clip = extractor.extract(read())
+                    clip = extractor.extract(_read(read))
                 except RejectedVideo as rejection:
                     refused[rejection.reason] += 1
+                    last = str(rejection)
                     # the index within all videos, rejected ones included, so that users can find the video
                     numbers.setdefault(rejection.reason, []).append(total - 1)
                     continue
@@ -155,11 +157,22 @@ def write_clips(
                     strips.mkdir(exist_ok=True)
                     Image.fromarray(flow_strip(clip)).save(strips / f"{count - 1:03d}.png")
         if not count:
-            raise UserError(f"none of the {total} videos gives a clip: {dict(refused)}; see extract.REASONS")
+            raise UserError(f"none of the {total} videos gives a clip: {dict(refused)}; the last one: {last}")
         report = {"videos": total, "clips": count, "left_out": dict(refused), "numbers": numbers}
         write_json(report, draft / "extraction.json")
     LOGGER.info("%d clips from %d videos; rejected: %s", count, total, dict(refused) or "none")
     return Path(path)
+
+
+def _read(read: Callable[[], RgbdVideo]) -> RgbdVideo:
+    try:
+        return read()
+    except RejectedVideo:
+        raise
+    except UserError as error:
+        # one damaged video does not end hours of extraction
+        LOGGER.warning("skipped: %s", error)
+        raise RejectedVideo("unreadable", str(error)) from error
 
 
 def _extractor(encoding: FlowEncoding, begin: str, function: str, options: Mapping[str, Any] | None) -> FlowExtractor:

@@ -27,6 +27,8 @@ COLOURS = (".png", ".jpg", ".jpeg")
 DEPTHS = (".png", ".npy")
 COARSEST_M = 0.1
 """Maximum `depth_unit_m`; a larger value is hardly in metres."""
+FARTHEST_M = 50.0
+"""Maximum median of depth in metres; a larger one is in millimetres."""
 
 
 def read_rgbd_folder(folder: str | os.PathLike[str]) -> RgbdVideo:
@@ -118,6 +120,12 @@ def read_frames(path: Path) -> ImageArray:
 def depth_of(pixels: NDArray[Any], unit_m: float | None, where: str) -> DepthArray:
     """Depth in metres: floats are metres already, integers are in units of `unit_m`."""
     if np.issubdtype(pixels.dtype, np.floating):
+        known = pixels[np.isfinite(pixels) & (pixels > 0)]
+        if known.size and (median := float(np.median(known))) > FARTHEST_M:
+            raise UserError(
+                f"{where} has floats with a median of {median:g}, which cannot be metres; store metres, or integers "
+                f"with depth_unit_m"
+            )
         return pixels.astype(np.float32)
     # 8 bits over 1.5 m would be steps of 6 mm
     if pixels.dtype.itemsize < 2:

@@ -24,6 +24,7 @@ from robotics.flow3d.extract import (
     build_from_lerobot,
     read_rgbd_folder,
 )
+from robotics.flow3d.extract.sources import depth_of
 from robotics.toy.extracted_clips import build_from_scenes
 from tests.hub.numbered_clips import even_times, write_clip
 from tests.robotics.flow3d.rgbd_scene import rgbd_video
@@ -180,15 +181,19 @@ def test_episodes_of_a_lerobot_dataset(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def write_video_folder(folder, video):
+    folder.mkdir(parents=True)
+    write_mp4(folder / "rgb.mp4", video.rgb, fps=10)
+    np.savez(folder / "depth.npz", video.depth_m)
+    camera = {"K": video.K.tolist(), "T_world_cam": video.T_world_cam.tolist(), "instruction": video.instruction}
+    (folder / "camera.json").write_text(json.dumps(camera))
+
+
 def test_a_data_set_of_folders_with_reasons_images_and_card(video, tmp_path):
     source = tmp_path / "videos"
     still = dataclasses.replace(video, depth_m=np.repeat(video.depth_m[:1], len(video), 0))
     for name, one in (("a", video), ("b", still), ("c", video)):
-        (source / name).mkdir(parents=True)
-        write_mp4(source / name / "rgb.mp4", one.rgb, fps=10)
-        np.savez(source / name / "depth.npz", one.depth_m)
-        camera = {"K": one.K.tolist(), "T_world_cam": one.T_world_cam.tolist(), "instruction": one.instruction}
-        (source / name / "camera.json").write_text(json.dumps(camera))
+        write_video_folder(source / name, one)
     out = build_from_folder(str(tmp_path / "clips"), videos=str(source), held_out_share=0.34, grid=3, num_frames=5)
     report = json.loads((out / "extraction.json").read_text())
     assert report == {
@@ -206,6 +211,26 @@ def test_a_data_set_of_folders_with_reasons_images_and_card(video, tmp_path):
         build_from_folder(str(out), videos=str(source))
     with pytest.raises(UserError, match=r"no folder in .* contains a camera\.json"):
         build_from_folder(str(tmp_path / "none"), videos=str(tmp_path / "clips"))
+
+
+def test_a_damaged_video_is_counted_and_does_not_end_the_extraction(video, tmp_path, caplog):
+    source = tmp_path / "videos"
+    write_video_folder(source / "a", video)
+    write_video_folder(source / "b", video)
+    (source / "b/rgb.mp4").write_bytes(b"cut off")
+    out = build_from_folder(str(tmp_path / "clips"), videos=str(source), held_out_share=0, grid=3, num_frames=5)
+    report = json.loads((out / "extraction.json").read_text())
+    assert (report["clips"], report["left_out"], report["numbers"]) == (1, {"unreadable": 1}, {"unreadable": [1]})
+    assert "b/rgb.mp4" in caplog.text
+    (source / "a/rgb.mp4").write_bytes(b"cut off")
+    with pytest.raises(UserError, match=r"none of the 2 videos gives a clip: \{'unreadable': 2\}.*rgb\.mp4"):
+        build_from_folder(str(tmp_path / "none"), videos=str(source))
+
+
+def test_floats_that_cannot_be_metres_are_refused(video):
+    with pytest.raises(UserError, match=r"depth\.npz has floats with a median of .*cannot be metres"):
+        depth_of(video.depth_m * 1000, None, "depth.npz")
+    assert (depth_of(video.depth_m, None, "depth.npz") == video.depth_m).all()
 
 
 def test_a_users_own_extractor(video, tmp_path):
