@@ -5,22 +5,23 @@ consecutive probabilities exceed the threshold. The environment's own success pa
 as `ChunkResult.true_success`. If the environment ends an episode with it, the episode counts as cut off.
 
 A policy that reads states alone does not get the images that the classifier looks at.
+
+Shapes: L live rows, C cameras of the classifier, of H x W pixels.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import torch
 from accelerate import PartialState
 
 from mmrl.errors import UserError
 from mmrl.fields import SET, bounded, only_with, rare
-from mmrl.runs.fingerprint import weights_digest
+from robotics.rewards.lerobot_classifier import LeRobotClassifier
 from robotics.rewards.success_classifier import SuccessClassifier
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotSim, begin_episodes
 from robotics.sim.interface import interface_of
@@ -33,17 +34,58 @@ LOGGER = logging.getLogger("mmrl")
 BY_ROW = ("rewards", "steps", "success", "terminated", "truncated", "failed", "object_poses", "full_state")
 
 
+class SuccessJudge(Protocol):
+    """Sees in images whether tasks are solved; `SuccessClassifier` and `LeRobotClassifier`."""
+
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(H, W) pixels."""
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Names of its C cameras; empty names fit any."""
+
+    @property
+    def threshold(self) -> float:
+        """Probability that a look has to exceed."""
+
+    @property
+    def looks(self) -> int:
+        """Number of consecutive looks that have to exceed it."""
+
+    def look(self, images: NDArray[np.uint8], instructions: Sequence[str]) -> list[float]:
+        """Probabilities (L,) of success for images (L, C, H, W, 3)."""
+        ...
+
+    def check_instructions(self, instructions: Iterable[str]) -> None:
+        """Raise UserError for instructions that it cannot read."""
+
+    def digest(self) -> str:
+        """Changes with its weights."""
+        ...
+
+    def close(self) -> None:
+        """End its process, if it has one."""
+
+
 @dataclass
 class SuccessConfig:
     """Who decides that an episode has succeeded."""
 
     classifier: str = rare("")
-    """Folder of a success classifier or of a run of robot_success: success is what it sees in the images. The
-    simulator's own success, if it has one, is only compared with it. Empty = the simulator decides."""
+    """Folder of a success classifier, of a run of robot_success, or of a reward classifier of LeRobot: success is what
+    it sees in the images. The simulator's own success, if it has one, is only compared with it. Empty = the simulator
+    decides."""
     threshold: float | None = only_with(bounded(None, above=0, below=1), classifier=SET)
-    """Probability that a look has to exceed; null = that of the classifier."""
+    """Probability that a look has to exceed; null = that of the classifier, 0.5 for LeRobot's."""
     looks: int | None = only_with(bounded(None, at_least=1), classifier=SET)
-    """Number of consecutive looks that have to exceed it; null = that of the classifier."""
+    """Number of consecutive looks that have to exceed it; null = that of the classifier, 1 for LeRobot's."""
+    cameras: list[str] = rare(only_with(field(default_factory=list), classifier=SET))
+    """Cameras of the simulator in the order of the classifier's; empty = those with the same names."""
+    python: str | None = rare(only_with(None, classifier=SET))
+    """Interpreter of an environment with lerobot; required for a reward classifier of LeRobot."""
+    trust_remote_code: bool = rare(only_with(False, python=SET))
+    """Whether code that comes with the encoder of LeRobot's classifier may run, such as that of lerobot/resnet10."""
 
 
 def past_success(config: SimConfig) -> SimConfig:
@@ -60,18 +102,41 @@ def open_run_sim(config: SimConfig, success: SuccessConfig) -> RobotSim:
     """Start the simulator of a run, with its classifier if it has one; raises UserError if they do not fit."""
     if not success.classifier:
         return open_sim(config)
-    judge = SuccessClassifier.from_pretrained(success.classifier)
-    given: dict[str, Any] = {"threshold": success.threshold, "looks": success.looks}
-    judge.config = replace(judge.config, **{name: value for name, value in given.items() if value is not None})
+    judge = _open_judge(success)
+    try:
+        return _open_judged(config, judge, success)
+    except BaseException:
+        judge.close()
+        raise
+
+
+def _open_judge(success: SuccessConfig) -> SuccessJudge:
+    device = PartialState().device
+    if success.python is None:
+        return SuccessClassifier.from_pretrained(success.classifier).to(device)
+    code = success.trust_remote_code
+    return LeRobotClassifier(success.classifier, success.python, str(device), trust_remote_code=code)
+
+
+def _open_judged(config: SimConfig, judge: SuccessJudge, success: SuccessConfig) -> RobotSim:
     shown = config
     if not config.image_size:
-        camera = "" if config.kind in WITHOUT_CAMERAS else judge.camera
-        shown = replace(config, image_size=(judge.config.encoder.image_size or (0,))[0], camera=camera)
+        first, *others = success.cameras or judge.cameras
+        camera = "" if config.kind in WITHOUT_CAMERAS else first
+        shown = replace(config, image_size=judge.image_size[0], camera=camera, views=others)
     # an empty key: the environment does not report success
     silent = config.kind == "gymnasium" and config.options.get("adapter", {}).get("success_key") == ""
     sim = open_sim(past_success(shown))
     try:
-        judged: Any = JudgedSim(sim, judge.to(PartialState().device), hidden=not config.image_size, compares=not silent)
+        judged: Any = JudgedSim(
+            sim,
+            judge,
+            threshold=success.threshold,
+            looks=success.looks,
+            cameras=success.cameras,
+            hidden=not config.image_size,
+            compares=not silent,
+        )
     except UserError:
         sim.close()
         raise
@@ -85,31 +150,39 @@ class JudgedSim:
     Args:
         sim: the simulator, with images; its episodes should go on after its own success.
         judge: the classifier.
+        threshold: probability that a look has to exceed; None = that of the classifier.
+        looks: number of consecutive looks that have to exceed it; None = that of the classifier.
+        cameras: of the simulator, in the order of the classifier's; empty = those with the same names.
         hidden: whether to observe without images.
         compares: whether to report the simulator's own success.
 
     Raises:
-        UserError: the simulator lacks the classifier's camera, image size or instructions.
+        UserError: the simulator lacks the classifier's cameras, image size or instructions.
     """
 
-    def __init__(self, sim: RobotSim, judge: SuccessClassifier, *, hidden: bool = False, compares: bool = True) -> None:
-        wanted, cameras = judge.config.encoder.image_size or (0, 0), interface_of(sim).cameras or ("",)
+    def __init__(
+        self,
+        sim: RobotSim,
+        judge: SuccessJudge,
+        *,
+        threshold: float | None = None,
+        looks: int | None = None,
+        cameras: Sequence[str] = (),
+        hidden: bool = False,
+        compares: bool = True,
+    ) -> None:
+        wanted = judge.image_size
         if sim.image_size is None or tuple(sim.image_size) != tuple(wanted):
             raise UserError(
                 f"success.classifier looks at images of {wanted} pixels, but those of the simulator are "
                 f"{sim.image_size}; set sim.image_size={wanted[0]}, or 0 if the policy reads states alone"
             )
-        # cameras without a name cannot be compared
-        known = not judge.camera or cameras[0] in ("", judge.camera)
-        if not known and judge.camera not in cameras:
-            raise UserError(
-                f"success.classifier looks at the camera '{judge.camera}', but the simulator has {', '.join(cameras)}; "
-                "set sim.camera, or add it to sim.views"
-            )
+        self._pictures = _camera_numbers(judge.cameras, cameras, interface_of(sim).cameras or ("",))
         judge.check_instructions(sim.tasks().values())
         self._sim, self._judge, self._hidden, self._compares = sim, judge, hidden, compares
-        self._view = None if known else cameras.index(judge.camera) - 1
-        self._weights = weights_digest(judge)[:16]
+        self._threshold = judge.threshold if threshold is None else threshold
+        self._looks = judge.looks if looks is None else looks
+        self._weights = judge.digest()[:16]
         self.image_size = None if hidden else sim.image_size
         self.live: NDArray[np.int64] = np.zeros(0, np.int64)
 
@@ -121,8 +194,7 @@ class JudgedSim:
 
     def describe(self) -> Mapping[str, Any]:
         """The simulator's description, with the classifier that decides about success."""
-        own = self._judge.config
-        judge = {"classifier": self._weights, "threshold": own.threshold, "looks": own.looks}
+        judge = {"classifier": self._weights, "threshold": self._threshold, "looks": self._looks}
         return {**self._sim.describe(), "success": judge}
 
     def reset(self, episodes: Sequence[EpisodeSpec], past: int = 0) -> ChunkResult:
@@ -151,14 +223,21 @@ class JudgedSim:
         found = replace(result, success=solved, terminated=terminated, truncated=truncated)
         return self._given(replace(found, true_success=own if self._compares else None), live)
 
+    def close(self) -> None:
+        """End the simulator and the classifier's process."""
+        self._sim.close()
+        self._judge.close()
+
     def _look(self, result: ChunkResult, rows: NDArray[np.int64]) -> NDArray[np.bool_]:
         """(L,) whether the rows are solved, as the classifier sees them."""
         seen = result.observation.of(rows)
-        images = seen.images if self._view is None or seen.views is None else seen.views[:, self._view]
-        chances = self._judge.probabilities(torch.from_numpy(images), [self._texts[row] for row in rows])
-        above = (np.array(chances) > self._judge.config.threshold) & ~result.failed
+        assert seen.images is not None
+        images = seen.images[:, None]
+        images = images if seen.views is None else np.concatenate([images, seen.views], 1)
+        chances = self._judge.look(images[:, self._pictures], [self._texts[row] for row in rows])
+        above = (np.array(chances) > self._threshold) & ~result.failed
         self._streaks[rows] = np.where(above, self._streaks[rows] + 1, 0)
-        solved: NDArray[np.bool_] = self._streaks[rows] >= self._judge.config.looks
+        solved: NDArray[np.bool_] = self._streaks[rows] >= self._looks
         return solved
 
     def _given(self, result: ChunkResult, rows: NDArray[np.int64]) -> ChunkResult:
@@ -167,3 +246,23 @@ class JudgedSim:
         if self._hidden:
             seen = replace(seen, images=None, views=None, past_images=None, past_views=None)
         return replace(result, rows=rows, observation=seen)
+
+
+def _camera_numbers(judged: Sequence[str], chosen: Sequence[str], known: Sequence[str]) -> list[int]:
+    """Positions of the classifier's C cameras among those of the simulator."""
+    if chosen and len(chosen) != len(judged):
+        raise UserError(
+            f"success.cameras is [{', '.join(chosen)}], but the classifier has {len(judged)} cameras: "
+            f"{', '.join(judged)}"
+        )
+    # cameras without a name cannot be compared
+    if not chosen and len(judged) == 1 and (not judged[0] or known[0] in ("", judged[0])):
+        return [0]
+    wanted = [*(chosen or judged)]
+    missing = [name for name in wanted if name not in known]
+    if missing:
+        raise UserError(
+            f"success.classifier looks at the camera '{missing[0]}', but the simulator has {', '.join(known)}; set "
+            "sim.camera, add it to sim.views, or say in success.cameras which of these it is"
+        )
+    return [known.index(name) for name in wanted]

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +22,14 @@ from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.files import expanded, read_json_object, write_atomically
 from mmrl.runs.export import model_folder
+from mmrl.runs.fingerprint import weights_digest
 from robotics.policies.base.action_policy import PolicyInputs
 from robotics.policies.base.encoder import VOCABULARY_FILE, EncoderConfig, ObservationEncoder, Vocabulary
 from robotics.policies.base.saved import build_fitting, make_config, read_weights, write_weights
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 CONFIG_FILE, KIND = "success.json", "mmrl_success_classifier"
 
@@ -93,6 +98,38 @@ class SuccessClassifier(nn.Module):
         found: list[float] = self(images, instructions).sigmoid().tolist()
         return found
 
+    @property
+    def image_size(self) -> tuple[int, int]:
+        """(H, W) pixels."""
+        height, width = self.config.encoder.image_size or (0, 0)
+        return height, width
+
+    @property
+    def cameras(self) -> tuple[str, ...]:
+        """Name of its one camera; empty if its data had none."""
+        return (self.camera,)
+
+    @property
+    def threshold(self) -> float:
+        """Probability that a look has to exceed."""
+        return self.config.threshold
+
+    @property
+    def looks(self) -> int:
+        """Number of consecutive looks that have to exceed it."""
+        return self.config.looks
+
+    def look(self, images: NDArray[np.uint8], instructions: Sequence[str]) -> list[float]:
+        """Probabilities (B,) of success for images (B, 1, H, W, 3) uint8."""
+        return self.probabilities(torch.from_numpy(images[:, 0]), instructions)
+
+    def digest(self) -> str:
+        """SHA-256 of the weights."""
+        return weights_digest(self)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
     def check_instructions(self, instructions: Iterable[str]) -> None:
         """Raise UserError for words that are not in the vocabulary."""
         unknown = [word for text in instructions for word in self.vocabulary.unknown_words(text)]
@@ -122,7 +159,8 @@ class SuccessClassifier(nn.Module):
         folder = expanded(model_folder(path))
         if not (folder / CONFIG_FILE).is_file():
             raise UserError(
-                f"{path} has no success classifier ({CONFIG_FILE}); train one with the recipe robot_success"
+                f"{path} has no success classifier ({CONFIG_FILE}); train one with the recipe robot_success, or set "
+                "success.python to use a reward classifier of LeRobot"
             )
         entries: dict[str, Any] = dict(read_json_object(folder / CONFIG_FILE))
         if entries.pop("kind", None) != KIND:

@@ -1,4 +1,4 @@
-"""The process of a LeRobot policy, as seen by policies of this package; `service` runs in it."""
+"""The process of a LeRobot model, as seen by this package; `service` runs in it."""
 
 from __future__ import annotations
 
@@ -81,27 +81,45 @@ class ServedSizes:
     """Entries; None without a state."""
 
 
-class LeRobotServer:
-    """The process of a LeRobot policy; copies of a policy share it."""
+class LeRobotProcess:
+    """A process in lerobot's Python environment that serves a saved model.
 
-    def __init__(self, config: LeRobotServerConfig, service: str) -> None:
-        if config.action_box:
-            raise UserError(
-                "action_box needs a simulator, as in load_action_policy; otherwise pass action_low and action_high"
-            )
-        self.folder = expanded(config.folder).resolve()
-        self._timeout_s = config.call_timeout_s
-        tokenizer = None if config.tokenizer is None else expanded(config.tokenizer).resolve()
-        if tokenizer is not None and not tokenizer.is_dir():
-            raise UserError(f"model.options.tokenizer is {config.tokenizer}, which is not a folder")
-        arguments = {"folder": str(self.folder), "device": config.device, "cameras": list(config.cameras)}
+    Args:
+        what: names the model in messages, such as LeRobot policy.
+        folder: of the model.
+        service: factory in the service's file.
+        arguments: of the factory, besides the folder.
+        python: interpreter; None = the current one.
+        option: names the option with the interpreter in messages.
+        start_timeout_s: seconds for importing lerobot and loading the model.
+        call_timeout_s: seconds for one request.
+
+    Raises:
+        UserError: the model is refused.
+        RunError: the process did not start.
+    """
+
+    def __init__(
+        self,
+        what: str,
+        folder: str,
+        service: str,
+        arguments: Mapping[str, Any],
+        *,
+        python: str | None,
+        option: str,
+        start_timeout_s: float = 600.0,
+        call_timeout_s: float = 300.0,
+    ) -> None:
+        self.folder = expanded(folder).resolve()
+        self._what, self._option, self._timeout_s = what, option, call_timeout_s
         spec = WorkerSpec(
             f"{SERVICE}:{service}",
-            arguments if tokenizer is None else {**arguments, "tokenizer": str(tokenizer)},
-            purpose=f"the LeRobot policy {self.folder}",
-            python=config.python,
+            {"folder": str(self.folder), **arguments},
+            purpose=f"the {what} {self.folder}",
+            python=python,
             environment={"HF_HUB_OFFLINE": "1"},
-            start_timeout_s=config.start_timeout_s,
+            start_timeout_s=start_timeout_s,
             # a forward pass of a large model sends no heartbeat
             heartbeat_timeout_s=None,
             max_reply_bytes=MAX_REPLY_BYTES,
@@ -111,6 +129,45 @@ class LeRobotServer:
         if isinstance(hello, WorkerFailure):
             raise self._error(hello)
         self.hello: dict[str, Any] = dict(hello.fields)
+
+    def send(self, fields: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """Send a request and wait for the response."""
+        answer = self.pool.ask({0: Request(dict(fields), dict(arrays))}, self._timeout_s)[0]
+        if isinstance(answer, WorkerFailure):
+            raise self._error(answer)
+        return answer.arrays
+
+    def _error(self, failure: WorkerFailure) -> UserError | RunError:
+        if failure.for_user:
+            return UserError(failure.reason)
+        return RunError(
+            f"the process of the {self._what} {self.folder} {failure.kind}: {failure.reason}; it needs an interpreter "
+            f"with lerobot, {self._option}\n{failure.evidence}"
+        )
+
+
+class LeRobotServer(LeRobotProcess):
+    """The process of a LeRobot policy; copies of a policy share it."""
+
+    def __init__(self, config: LeRobotServerConfig, service: str) -> None:
+        if config.action_box:
+            raise UserError(
+                "action_box needs a simulator, as in load_action_policy; otherwise pass action_low and action_high"
+            )
+        tokenizer = None if config.tokenizer is None else expanded(config.tokenizer).resolve()
+        if tokenizer is not None and not tokenizer.is_dir():
+            raise UserError(f"model.options.tokenizer is {config.tokenizer}, which is not a folder")
+        arguments = {"device": config.device, "cameras": list(config.cameras)}
+        super().__init__(
+            "LeRobot policy",
+            config.folder,
+            service,
+            arguments if tokenizer is None else {**arguments, "tokenizer": str(tokenizer)},
+            python=config.python,
+            option="model.options.python",
+            start_timeout_s=config.start_timeout_s,
+            call_timeout_s=config.call_timeout_s,
+        )
         size = self.hello["image_size"]
         self.sizes = ServedSizes(None if size is None else (size[0], size[1]), self.hello["state_size"])
         self.cameras: tuple[str, ...] = tuple(self.hello["cameras"])
@@ -154,11 +211,7 @@ class LeRobotServer:
         """Send a request and wait for the response."""
         observed = {} if batch is None else self._observation(batch)
         tasks = {} if batch is None else {"tasks": list(batch.instructions)}
-        request = Request({**fields, **tasks}, {**observed, **(arrays or {})})
-        answer = self.pool.ask({0: request}, self._timeout_s)[0]
-        if isinstance(answer, WorkerFailure):
-            raise self._error(answer)
-        return answer.arrays
+        return self.send({**fields, **tasks}, {**observed, **(arrays or {})})
 
     def _observation(self, batch: PolicyInputs) -> dict[str, np.ndarray]:
         arrays = {}
@@ -202,14 +255,6 @@ class LeRobotServer:
             found = ", ".join(f"{name} {lengths.get(name, 'missing')}" for name in parts)
             raise UserError(f"{self.folder} takes the observations of {self.past} previous control steps; got {found}")
         return {name: part.cpu().numpy() for name, part in parts.items()}
-
-    def _error(self, failure: WorkerFailure) -> UserError | RunError:
-        if failure.for_user:
-            return UserError(failure.reason)
-        return RunError(
-            f"the process of the LeRobot policy {self.folder} {failure.kind}: {failure.reason}; it needs an "
-            f"interpreter with lerobot, model.options.python\n{failure.evidence}"
-        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # a reference or average shares the process: it uploads its own weights before each request

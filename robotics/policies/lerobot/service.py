@@ -1,11 +1,14 @@
-"""A LeRobot policy in a separate process, run by path in lerobot's Python environment; see `mmrl.workers.serve`.
+"""A LeRobot policy or reward classifier in a separate process, run by path in lerobot's Python environment.
 
 It loads a folder written by `PreTrainedPolicy.save_pretrained`, with its pre- and post-processors, and answers
-observations with chunks of actions. It imports lerobot, torch and numpy, and nothing from this package.
+observations with chunks of actions; or one of `PreTrainedRewardModel.save_pretrained`, and answers images with
+probabilities of success. It imports lerobot, torch and numpy, and nothing from this package; see `mmrl.workers.serve`.
 
-Shapes: B rows, K control steps, D entries of an action, V further cameras, P past control steps, S state entries.
+Shapes: B rows, K control steps, D entries of an action, V further cameras, P past control steps, S state entries, C
+cameras.
 
-Source: huggingface/lerobot 0.6.1, src/lerobot/policies/factory.py, src/lerobot/scripts/lerobot_eval.py.
+Source: huggingface/lerobot 0.6.1, src/lerobot/policies/factory.py, src/lerobot/scripts/lerobot_eval.py,
+    src/lerobot/rewards/classifier.
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ PAST = "past_"
 TOKENIZERS = ("tokenizer_name", "model_name")
 """Entries of a processor step that refer to a tokenizer; the second is GR00T's."""
 HUB_FILES = ("tokenizer_config.json", "tokenizer.json", "config.json")
-PREPROCESSOR = "policy_preprocessor.json"
+PREPROCESSOR, REWARD_PREPROCESSOR = "policy_preprocessor.json", "classifier_preprocessor.json"
 LARGEST_SETTINGS = 64 * 2**20
 """Maximum size of a JSON file of the folder, in bytes, as of files that the suite reads itself."""
 STATE, IMAGES, TASK, ACTION = "observation.state", "observation.image", "task", "action"
@@ -48,9 +51,7 @@ class LeRobotService:
         import lerobot.policies  # noqa: F401  registers the types of policies that config.json may name
         from lerobot.configs.policies import PreTrainedConfig
 
-        for name in ("config.json", "model.safetensors", PREPROCESSOR):
-            if not (Path(folder) / name).is_file():
-                raise RefusedError(f"{folder} is not a LeRobot policy: it has no {name}")
+        _check_files(folder, "policy", PREPROCESSOR)
         # `local_files_only` throughout: nothing is downloaded behind the user's back
         config = PreTrainedConfig.from_pretrained(folder, local_files_only=True)
         config.device = device
@@ -211,13 +212,7 @@ class LeRobotService:
                 f"{', '.join(sorted(others))}"
             )
         cameras = wanted or known
-        sizes = {key: tuple(features[key].shape) for key in cameras}
-        if len(set(sizes.values())) > 1:
-            listed = ", ".join(f"{key} {shape[1]} x {shape[2]}" for key, shape in sizes.items())
-            raise RefusedError(
-                f"the cameras of {self._folder} have images of different sizes ({listed}), but here all images have "
-                "the same size"
-            )
+        _check_one_size(self._folder, features, cameras)
         return cameras
 
     def _finished(self, chunk: torch.Tensor) -> np.ndarray:
@@ -245,8 +240,7 @@ class LeRobotService:
         if self._state:
             batch[STATE] = torch.from_numpy(arrays["state"])
         for number, camera in enumerate(self._cameras):
-            images = arrays["images"] if number == 0 else arrays["views"][:, number - 1]
-            batch[camera] = torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255
+            batch[camera] = _pixels(arrays["images"] if number == 0 else arrays["views"][:, number - 1])
         return batch
 
     def _batch(self, tasks: list[str], arrays: dict[str, np.ndarray]) -> dict[str, Any]:
@@ -462,6 +456,55 @@ class FlowService(LeRobotService):
         return torch.from_numpy(values).to(self._device)
 
 
+class RewardService:
+    """Responds to images with the probabilities of success that a reward classifier sees in them.
+
+    Images pass through the processor that was saved with the classifier, as in its training. lerobot's own robot loop
+    (`RewardClassifierProcessorStep`) leaves it out, so its probabilities differ where that processor normalises.
+    """
+
+    def __init__(self, folder: str, device: str, trust_remote_code: bool) -> None:
+        from lerobot.configs.rewards import RewardModelConfig
+        from lerobot.processor import PolicyProcessorPipeline
+        from lerobot.rewards.factory import get_reward_model_class
+
+        _check_files(folder, "reward classifier", REWARD_PREPROCESSOR)
+        if (kind := read_settings(Path(folder) / "config.json").get("type")) != "reward_classifier":
+            raise RefusedError(f"{folder} contains a reward model of type {kind}; only reward_classifier is supported")
+        config = RewardModelConfig.from_pretrained(folder, local_files_only=True)
+        if config.num_classes != 2:
+            raise RefusedError(f"{folder} has {config.num_classes} classes; success and failure are expected")
+        config.device = device if torch.cuda.is_available() else "cpu"
+        features = config.input_features
+        self._cameras = [key for key in features if key.startswith(IMAGES)]
+        _check_one_size(folder, features, self._cameras)
+        self._size = list(features[self._cameras[0]].shape[1:])
+        devices = {"device_processor": {"device": config.device}}
+        self._before = PolicyProcessorPipeline.from_pretrained(
+            folder, config_filename=REWARD_PREPROCESSOR, overrides=devices
+        )
+        self._model = _classifier(get_reward_model_class(config.type), folder, config, trust_remote_code)
+
+    def hello(self) -> Mapping[str, Any]:
+        """Names of the C image features in their order, and their size."""
+        import lerobot
+
+        return {"cameras": self._cameras, "image_size": self._size, "lerobot": lerobot.__version__}
+
+    def answer(
+        self, fields: dict[str, Any], arrays: dict[str, np.ndarray]
+    ) -> tuple[Mapping[str, Any], Mapping[str, np.ndarray]]:
+        """Predict `probabilities` (B,) float32 of success for `images` (B, C, H, W, 3) uint8."""
+        with torch.inference_mode():
+            seen = {key: _pixels(arrays["images"][:, number]) for number, key in enumerate(self._cameras)}
+            batch = self._before(seen)
+            found = self._model.predict([batch[key] for key in self._cameras]).probabilities
+        return {}, {"probabilities": found.float().cpu().numpy()}
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
 def read_settings(file: Path) -> dict[str, Any]:
     """A JSON object of a policy's folder, which somebody else may have written; raises RefusedError."""
     if (size := file.stat().st_size) > LARGEST_SETTINGS:
@@ -484,6 +527,57 @@ def data_statistics(processors: list[Any]) -> dict[str, dict[str, list[float]]]:
                 ends = {name: np.ravel(np.asarray(part[name], np.float64)) for name in ("min", "max") if name in part}
                 found.setdefault(key, {}).update({name: values.tolist() for name, values in ends.items()})
     return {key: part for key, part in found.items() if len(part) == 2}
+
+
+def _classifier(kind: Any, folder: str, config: Any, trust_remote_code: bool) -> Any:
+    """The classifier with the weights of the folder; raises RefusedError if its encoder cannot be built."""
+    import transformers
+
+    if not _at_hand(config.model_name):
+        raise RefusedError(
+            f"{folder} is built on the encoder {config.model_name}, model_name in its config.json, which is neither a "
+            "folder nor in the local Hugging Face cache, and nothing is downloaded automatically. Set it to a folder, "
+            f"or download it once: hf download {config.model_name}"
+        )
+    load = transformers.AutoModel.from_pretrained
+
+    # lerobot lets the encoder run code of its own in any case
+    def limited(name: str, **options: Any) -> Any:
+        return load(name, **options | {"trust_remote_code": trust_remote_code})
+
+    with patch.object(transformers.AutoModel, "from_pretrained", limited):
+        try:
+            return kind.from_pretrained(folder, config=config, local_files_only=True, strict=True)
+        except ValueError as error:
+            if "trust_remote_code" not in str(error):
+                raise
+            raise RefusedError(
+                f"the encoder {config.model_name} of {folder} runs code that comes with it. Read that code; if you "
+                "trust it, set success.trust_remote_code=true"
+            ) from None
+        except RuntimeError as error:
+            reason = " ".join(str(error).split())
+            raise RefusedError(f"the weights of {folder} do not belong to its classifier: {reason:.300}") from None
+
+
+def _check_files(folder: str, what: str, preprocessor: str) -> None:
+    for name in ("config.json", "model.safetensors", preprocessor):
+        if not (Path(folder) / name).is_file():
+            raise RefusedError(f"{folder} is not a LeRobot {what}: it has no {name}")
+
+
+def _check_one_size(folder: Path | str, features: Mapping[str, Any], cameras: list[str]) -> None:
+    sizes = {key: tuple(features[key].shape) for key in cameras}
+    if len(set(sizes.values())) > 1:
+        listed = ", ".join(f"{key} {shape[1]} x {shape[2]}" for key, shape in sizes.items())
+        raise RefusedError(
+            f"the cameras of {folder} have images of different sizes ({listed}), but here all images have the same size"
+        )
+
+
+def _pixels(images: np.ndarray) -> torch.Tensor:
+    """Images (B, H, W, 3) uint8 as (B, 3, H, W) in 0..1."""
+    return torch.from_numpy(images).permute(0, 3, 1, 2).float() / 255
 
 
 def _at_hand(name: str) -> bool:
@@ -517,5 +611,5 @@ def _stacked(tensors: list[torch.Tensor]) -> np.ndarray:
     return torch.stack(tensors, 1).float().cpu().numpy()
 
 
-make, make_flow = LeRobotService, FlowService
+make, make_flow, make_reward = LeRobotService, FlowService, RewardService
 """Factories of the worker's services."""

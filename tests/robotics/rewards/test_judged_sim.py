@@ -43,7 +43,7 @@ class Eye:
     def __getattr__(self, name):
         return getattr(self.judge, name)
 
-    def probabilities(self, images, texts):
+    def look(self, images, texts):
         return self.chances.pop(0)[: len(images)]
 
 
@@ -111,8 +111,13 @@ def test_images_are_hidden_from_a_policy_that_reads_states():
 def test_what_the_classifier_cannot_see_is_named():
     sim = LastingLine(views=["side"])
     sim.camera = "front"
-    with pytest.raises(UserError, match=r"camera 'wrist', but the simulator has front, side; set sim\.camera, or add"):
+    with pytest.raises(UserError, match=r"camera 'wrist', but the simulator has front, side; set sim\.camera, add"):
         JudgedSim(sim, always(0.5, camera="wrist"))
+    assert JudgedSim(sim, always(0.5, camera="wrist"), cameras=["side"])._pictures == [1]
+    with pytest.raises(
+        UserError, match=r"success\.cameras is \[front, side\], but the classifier has 1 cameras: wrist"
+    ):
+        JudgedSim(sim, always(0.5, camera="wrist"), cameras=["front", "side"])
     sim = LastingLine(views=["wrist"])
     sim.camera = "front"
     found = JudgedSim(sim, always(0.5, camera="wrist"))
