@@ -54,6 +54,7 @@ _NAMES = {
     "robotics.policies.small": ("SmallVlaConfig", "SmallVlaPolicy"),
     "robotics.policies.vlm": ("VlmActionConfig", "VlmActionPolicy"),
     "robotics.rewards.judged_sim": ("JudgedSim",),
+    "robotics.rewards.lerobot_classifier": ("LeRobotClassifier",),
     "robotics.rewards.success_classifier": ("SuccessClassifier",),
     "robotics.rewards.success_recipe": ("SuccessRecipe", "SuccessRunConfig"),
     "robotics.scenes.arms": ("ARMS",),
