@@ -547,7 +547,7 @@ def _classifier(kind: Any, folder: str, config: Any, trust_remote_code: bool) ->
 
     with patch.object(transformers.AutoModel, "from_pretrained", limited):
         try:
-            return kind.from_pretrained(folder, config=config, local_files_only=True, strict=True)
+            model = kind.from_pretrained(folder, config=config, local_files_only=True)
         except ValueError as error:
             if "trust_remote_code" not in str(error):
                 raise
@@ -558,6 +558,21 @@ def _classifier(kind: Any, folder: str, config: Any, trust_remote_code: bool) ->
         except RuntimeError as error:
             reason = " ".join(str(error).split())
             raise RefusedError(f"the weights of {folder} do not belong to its classifier: {reason:.300}") from None
+    if missing := _missing(model, Path(folder) / "model.safetensors"):
+        raise RefusedError(f"the weights of {folder} lack {', '.join(missing)[:300]}")
+    return model
+
+
+def _missing(model: torch.nn.Module, file: Path) -> list[str]:
+    """Names of tensors that a file has under none of their names; cameras share an encoder, which is stored once."""
+    from safetensors import safe_open
+
+    names: dict[int, list[str]] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        names.setdefault(id(value), []).append(name)
+    with safe_open(file, "pt") as content:
+        stored = set(content.keys())
+    return [shared[0] for shared in names.values() if stored.isdisjoint(shared)]
 
 
 def _check_files(folder: str, what: str, preprocessor: str) -> None:

@@ -2,8 +2,8 @@
 
     python -m tests.robotics.rewards.lerobot_classifiers FOLDER
 
-writes `two`, a classifier of two cameras with a small ResNet, `code`, whose encoder comes with code, `robometer`, of
-another type, and `expected.npz`, what lerobot's own model and processor make of `pictures`.
+writes `two`, a classifier of two cameras with a small ResNet, `short`, which lacks its head, `code`, whose encoder has
+code, `robometer`, of another type, and `expected.npz`, what lerobot's own model and processor make of `pictures`.
 """
 
 import json
@@ -29,6 +29,7 @@ def main(folder: Path) -> None:
     from lerobot.configs.types import FeatureType, PolicyFeature
     from lerobot.rewards.classifier.configuration_classifier import RewardClassifierConfig
     from lerobot.rewards.factory import get_reward_model_class, make_reward_pre_post_processors
+    from safetensors.torch import load_file, save_file
     from transformers import ResNetConfig, ResNetModel
 
     torch.manual_seed(0)
@@ -54,6 +55,8 @@ def main(folder: Path) -> None:
         bare = model.predict([batch[key] for key in CAMERAS]).probabilities
     np.savez(folder / "expected.npz", found=found.numpy(), bare=bare.numpy())
 
+    weights = load_file(_changed(folder, "short", {}) / "model.safetensors")
+    save_file({name: weights[name] for name in weights if "head" not in name}, folder / "short/model.safetensors")
     _changed(folder, "robometer", {"type": "robometer"})
     coded = shutil.copytree(folder / "encoder", folder / "coded")
     about = json.loads((coded / "config.json").read_text())
@@ -62,10 +65,11 @@ def main(folder: Path) -> None:
     _changed(folder, "code", {"model_name": str(coded)})
 
 
-def _changed(folder: Path, name: str, change: dict[str, str]) -> None:
+def _changed(folder: Path, name: str, change: dict[str, str]) -> Path:
     copied = shutil.copytree(folder / "two", folder / name)
     about = json.loads((copied / "config.json").read_text())
     (copied / "config.json").write_text(json.dumps(about | change))
+    return copied
 
 
 if __name__ == "__main__":

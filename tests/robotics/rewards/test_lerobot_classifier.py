@@ -95,6 +95,7 @@ def test_classifiers_of_lerobot(lerobot, tmp_path):
     assert np.abs(expected["found"] - expected["bare"]).max() > 1e-3
     judge.close()
     for name, text in (
+        ("short", r"the weights of .*short lack .*classifier_head"),
         ("robometer", r"reward model of type robometer; only reward_classifier is supported"),
         ("code", r"encoder .*coded of .* runs code that comes with it.*success\.trust_remote_code=true"),
         ("encoder", r"is not a LeRobot reward classifier: it has no classifier_preprocessor\.json"),
