@@ -163,8 +163,8 @@ class GamepadDevice(WindowDevice):
             )
         # kept, because SDL closes a gamepad that nobody holds
         self._pad: Any = controllers.Controller(known[0])
-        self._sticks = {getattr(self.pygame, key): about for key, about in STICKS.items()}
-        self._buttons = {getattr(self.pygame, key): press for key, press in BUTTONS.items()}
+        self._sticks = {getattr(self.pygame, f"CONTROLLER_AXIS_{key}"): about for key, about in STICKS.items()}
+        self._buttons = {getattr(self.pygame, f"CONTROLLER_BUTTON_{key}"): press for key, press in BUTTONS.items()}
 
     def _read(self, event: Any) -> str | None:
         pygame = self.pygame
@@ -262,27 +262,8 @@ MOTION_KEYS = {
     "yaw": ("q", "e"),
 }
 """Keys for both directions of each axis, the positive one first."""
-PRESS_KEYS = {
-    "space": TAKE_OVER,
-    "g": GRIPPER,
-    "return": SUCCESS,
-    "backspace": FAILURE,
-    "n": REDO,
-    "escape": QUIT,
-}
-STICKS = {
-    "CONTROLLER_AXIS_LEFTY": ("x", -1.0),
-    "CONTROLLER_AXIS_LEFTX": ("y", -1.0),
-    "CONTROLLER_AXIS_RIGHTY": ("z", -1.0),
-    "CONTROLLER_AXIS_RIGHTX": ("yaw", -1.0),
-}
-BUTTONS = {
-    "CONTROLLER_BUTTON_A": TAKE_OVER,
-    "CONTROLLER_BUTTON_B": GRIPPER,
-    "CONTROLLER_BUTTON_Y": SUCCESS,
-    "CONTROLLER_BUTTON_X": FAILURE,
-    "CONTROLLER_BUTTON_BACK": REDO,
-    "CONTROLLER_BUTTON_START": QUIT,
-}
+PRESS_KEYS = {"space": TAKE_OVER, "g": GRIPPER, "return": SUCCESS, "backspace": FAILURE, "n": REDO, "escape": QUIT}
+STICKS = {"LEFTY": ("x", -1.0), "LEFTX": ("y", -1.0), "RIGHTY": ("z", -1.0), "RIGHTX": ("yaw", -1.0)}
+BUTTONS = {"A": TAKE_OVER, "B": GRIPPER, "Y": SUCCESS, "X": FAILURE, "BACK": REDO, "START": QUIT}
 SPACEMOUSE_BUTTONS = (TAKE_OVER, GRIPPER)
 DEVICES = {"keyboard": KeyboardDevice, "gamepad": GamepadDevice, "spacemouse": SpaceMouseDevice}

@@ -3,7 +3,8 @@
 At every control step an overseer sees what the policy wants to do and decides whether its own action is executed.
 
 The scripted rules: `distance` takes over when actions were far from the expert's, `random` for a fraction of the time.
-A verdict is kept for `duration` control steps and is wrong with the probability `flip`.
+A verdict is kept for `duration` control steps and is wrong with the probability `flip`. With `environment`, a person or
+script inside the environment replaces actions itself.
 
 Source of the rules: RLIF, arXiv 2311.12996, section 5; pd-perry/RLIF examples/train_rlif_main.py.
 """
@@ -29,9 +30,9 @@ if TYPE_CHECKING:
 
     from robotics.sim.episodes import EpisodeSpec, RobotSim
 
-RULES = ("distance", "random")
+RULES, INSIDE = ("distance", "random"), "environment"
 PEOPLE = tuple(DEVICES)
-KINDS = (*RULES, *PEOPLE)
+KINDS = (*RULES, INSIDE, *PEOPLE)
 NAMES = {prefix + name: name for name in AXES for prefix in ("", "d", "delta_")}
 NAMES |= {"drx": "roll", "dry": "pitch", "drz": "yaw", GRIPPER: GRIPPER}
 """Names of action entries whose axis is known."""
@@ -43,7 +44,8 @@ class OverseerConfig:
 
     kind: str = choice("distance", KINDS)
     """distance: a script that takes over when the policy's actions differ from those of the task's expert; random: a
-    script that takes over at random; keyboard, gamepad or spacemouse: a person, who needs `interventions.live`."""
+    script that takes over at random; environment: wrappers of the environment, as SERL's and gym-hil's, which replace
+    actions and say so in `info`; keyboard, gamepad or spacemouse: a person, who needs `interventions.live`."""
     threshold: float = only_with(bounded(0.5, above=0), kind="distance")
     """Root mean square difference of actions in -1..1, averaged over `duration` steps, beyond which it takes over."""
     rate: float = only_with(bounded(0.3, at_least=0, at_most=1), kind="random")
@@ -141,6 +143,20 @@ class _Watching:
         self.acts = wants
 
 
+class InsideOverseer:
+    """Acts inside the environment, which reports after a control step what it executed instead."""
+
+    def begin(self, sim: RobotSim, episodes: Sequence[EpisodeSpec], seeds: Sequence[int]) -> None:
+        """Begin R episodes; raises UserError if the simulator cannot report executed actions."""
+        if not hasattr(sim, "allow_people"):
+            raise UserError(f"overseer.kind is {INSIDE}, which needs sim.kind=gymnasium")
+        sim.allow_people()
+
+    def watch(self, proposed: NDArray[np.float32], recalled: Verdict | None = None) -> Verdict:
+        """Leave the policy's actions to the environment."""
+        return Verdict(proposed, np.zeros(len(proposed), bool))
+
+
 class Person:
     """A person with a device, who watches one episode at a time.
 
@@ -223,4 +239,6 @@ def axes_of(sim: RobotSim, given: Sequence[str] = ()) -> list[tuple[str, float]]
 
 def open_overseer(config: OverseerConfig) -> Overseer:
     """Open the overseer, with its device if it is a person; raises UserError."""
+    if config.kind == INSIDE:
+        return InsideOverseer()
     return Person(DEVICES[config.kind](), config) if config.kind in PEOPLE else ScriptedOverseer(config)

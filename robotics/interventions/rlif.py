@@ -30,7 +30,7 @@ from mmrl.training.recipe import Step
 from robotics.episodes.collect import Episodes
 from robotics.episodes.payload import EpisodePayload
 from robotics.interventions.hg_dagger import round_metrics
-from robotics.interventions.overseers import OverseerConfig, ScriptedOverseer
+from robotics.interventions.overseers import INSIDE, PEOPLE, RULES, OverseerConfig, open_overseer
 from robotics.interventions.watched import WatchedEpisode, intervention_rewards, run_watched
 from robotics.methods.ppo import ChunkRewardConfig, ChunkWeights
 from robotics.methods.robot_recipe import check_usable, pack_episodes
@@ -46,13 +46,15 @@ class RobotRlifConfig(RobotRlpdConfig):
     """A run of RLIF on a robot; `prior.path` is required."""
 
     overseer: OverseerConfig = field(default_factory=OverseerConfig)
-    """The script that watches the policy, distance or random."""
+    """The script that watches the policy, distance or random; or environment."""
 
     def validate(self) -> None:
         """Reject options without an effect; raises ValueError."""
         super().validate()
         if self.reward != ChunkRewardConfig():
             raise ValueError("reward has no effect in robot_rlif, which only learns from interventions; leave it out")
+        if self.overseer.kind in PEOPLE:
+            raise ValueError(f"overseer.kind is {self.overseer.kind}; robot_rlif takes {', '.join((*RULES, INSIDE))}")
         if self.warmup != "policy":
             raise ValueError(f"warmup is {self.warmup}, but an overseer watches the policy; set it to policy")
 
@@ -74,7 +76,7 @@ class RobotRlifRecipe(RobotSacRecipe):
     def __init__(
         self, config: RobotRlifConfig, policy: ActionPolicy | None = None, sim: RobotSim | None = None
     ) -> None:
-        self._overseer = ScriptedOverseer(config.overseer)
+        self._overseer = open_overseer(config.overseer)
         super().__init__(config, policy, sim)
         if self.policy.chunk != 1:
             raise UserError(f"the policy's chunk is {self.policy.chunk}; robot_rlif needs model.chunk=1")

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import shutil
 import signal
@@ -23,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -34,7 +34,7 @@ from robotics.episodes.pacing import ControlRate, Pacer
 from robotics.episodes.payload import episode_id, list_episodes
 from robotics.interventions.devices import QUIT, REDO, Device
 from robotics.interventions.hg_dagger import ACTOR, HgDaggerConfig, published
-from robotics.interventions.overseers import Overseer, Person, open_overseer
+from robotics.interventions.overseers import InsideOverseer, Overseer, Person, open_overseer
 from robotics.interventions.record import InterventionRecord
 from robotics.interventions.watched import WatchedEpisode, run_watched
 from robotics.policies.policy_loading import load_action_policy
@@ -180,6 +180,8 @@ class _Session:
     def _episode(self, pacer: Pacer) -> WatchedEpisode:
         spec, seed = self._config.attempt(self._tasks, self.attempts)
         recalled, self._record.unfinished = self._record.unfinished, []
+        # what somebody did inside the environment cannot be repeated, so that an unfinished episode begins again
+        inside = isinstance(self._overseer, InsideOverseer)
         (episode,) = run_watched(
             self._policy,
             self._sim,
@@ -189,8 +191,8 @@ class _Session:
             [seed],
             before_step=pacer.wait,
             show=self._show,
-            note=self._record.note,
-            recalled=recalled,
+            note=None if inside else self._record.note,
+            recalled=[] if inside else recalled,
         )
         return episode
 
@@ -226,21 +228,10 @@ def _line(number: int, episode: WatchedEpisode, rate: ControlRate | None, weight
 
 def _shown_on(device: Device, sim: RobotSim) -> Callable[[RobotObservation, str], None]:
     """Shows a device the tabletop in more pixels than the policy gets, else the policy's image."""
-    from robotics.scenes.batch import TabletopBatch
-    from robotics.sim.rendering import FrameRenderer, RenderSettings, update_poses
-
-    @functools.cache
-    def renderer(table: TabletopBatch) -> FrameRenderer:
-        return FrameRenderer(table.scene_of(0)[0], RenderSettings(PICTURE, PICTURE, table.settings.camera))
+    picture: Any = getattr(sim, "picture", None)
 
     def show(observation: RobotObservation, text: str) -> None:
         image = None if observation.images is None else observation.images[0]
-        if isinstance(sim, TabletopBatch):
-            model, data = sim.scene_of(0)
-            # of the same size for all tasks and variants
-            renderer(sim).show(model)
-            update_poses(model, data)
-            image = renderer(sim).rgb(data)
-        device.show(image, text)
+        device.show(image if picture is None else picture(PICTURE), text)
 
     return show

@@ -162,6 +162,8 @@ def run_watched(
         if known is None and note is not None:
             note(executed)
         result = sim.step_chunk(executed.actions[:, None])
+        if result.executed is not None and result.by_person is not None:
+            executed = replace(executed, actions=result.executed[:, 0], acts=result.by_person[:, 0])
         _keep(seen, observation, full_state, executed, result)
         plans.drop(result.rows[executed.acts])
         if show is not None:

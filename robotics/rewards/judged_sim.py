@@ -31,7 +31,10 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
 
 LOGGER = logging.getLogger("mmrl")
-BY_ROW = ("rewards", "steps", "success", "terminated", "truncated", "failed", "object_poses", "full_state")
+BY_ROW = (
+    *("rewards", "steps", "success", "terminated", "truncated", "failed", "object_poses", "full_state"),
+    *("executed", "by_person"),
+)
 
 
 class SuccessJudge(Protocol):

@@ -26,7 +26,7 @@ from robotics.sim.backends import Backend, probe_backend, require_backend
 from robotics.sim.episodes import ChunkResult, EpisodeSpec
 from robotics.sim.randomization import RandomizationConfig
 from robotics.sim.recent import RecentObservations
-from robotics.sim.rendering import RenderSettings, check_cameras
+from robotics.sim.rendering import FrameRenderer, RenderSettings, check_cameras, update_poses
 from robotics.sim.rollout import ImageRollout
 
 if TYPE_CHECKING:
@@ -161,6 +161,7 @@ class TabletopBatch:
 
             self._warp = describe_warp(self.settings.device)
         self._groups: list[_Group] = []
+        self._close_up: FrameRenderer | None = None
         self._full = np.zeros((0, self.full_state_size), np.float32)
         self._variants: dict[int, SceneVariant] = {}
         self._delays: dict[int, ActionDelay] = {}
@@ -292,6 +293,16 @@ class TabletopBatch:
         scene = int(np.searchsorted(group.rows, row))
         return group.rollout.model if variant is None else variant.model, group.rollout.data(scene)
 
+    def picture(self, pixels: int) -> NDArray[np.uint8]:
+        """(pixels, pixels, 3) RGB of row 0, of any size, to look at."""
+        model, data = self.scene_of(0)
+        if self._close_up is None:
+            self._close_up = FrameRenderer(model, RenderSettings(pixels, pixels, self.settings.camera))
+        # of the same size for all tasks and variants
+        self._close_up.show(model)
+        update_poses(model, data)
+        return self._close_up.rgb(data)
+
     def describe(self) -> Mapping[str, Any]:
         """Everything that a measurement depends on."""
         import mujoco
@@ -331,6 +342,9 @@ class TabletopBatch:
         self.live = np.zeros(0, np.int64)
         while self._rollouts:
             self._rollouts.popitem()[1].close()
+        if self._close_up is not None:
+            self._close_up.close()
+            self._close_up = None
 
     def __enter__(self) -> Self:
         return self

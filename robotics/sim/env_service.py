@@ -51,7 +51,8 @@ class RowEnv(Protocol):
     additional ones, with `render_views()`, (V, H, W, 3) uint8 RGB in this order; `action_bounds`, two arrays (A,), the
     meaning of -1 and 1 in the environment's units, and `action_integer`, whether these are integers; `state_names` and
     `action_names`, the names of the entries in order; `camera`, the name of the camera of `render`; `control_hz`,
-    control steps per second.
+    control steps per second; `executed`, after a step, the action (A,) of a person inside the environment who acted
+    instead of the policy, else None.
     """
 
     action_size: int
@@ -152,7 +153,7 @@ class EnvService:
             seen = self.reset(fields)
             return self._drawn(), seen
         if fields["kind"] == "step_chunk":
-            return self.step_chunk(arrays["actions"], bool(fields["record"]))
+            return self.step_chunk(arrays["actions"], bool(fields["record"]), bool(fields.get("people")))
         return {}, self.expert() if fields["kind"] == "expert" else self.render()
 
     def close(self) -> None:
@@ -179,19 +180,31 @@ class EnvService:
             return {}
         return {"drawn": found} if found else {}
 
-    def step_chunk(self, actions: np.ndarray, record: bool) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    def step_chunk(
+        self, actions: np.ndarray, record: bool, people: bool = False
+    ) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         """Act (K, A) until the chunk or the episode ends, or a number is not finite; `diverged` then reports it.
 
         Returns rewards (steps,), flags (3,) success, terminated and truncated, the last observation, the requested
-        past while the episode continues, and frames (steps, H, W, 3) if recorded.
+        past while the episode continues, and frames (steps, H, W, 3) if recorded. With `people`, also the executed
+        actions (steps, A) and whether a person inside the environment chose them (steps,); without, that is an error.
         """
-        rewards, frames = [], []
+        rewards, frames, executed, by_person = [], [], [], []
         success = terminated = truncated = False
         for step, action in enumerate(np.clip(actions, -1.0, 1.0), 1):
             reward, *flags = self._env.step(action)
             succeeded, ended, cut = map(foreign.as_flag, flags, ("success", "terminated", "truncated"))
             self._elapsed += 1
             rewards.append(float(reward))
+            persons = getattr(self._env, "executed", None)
+            if persons is not None and not people:
+                raise gym_adapter.EnvError(
+                    "info says that a person's action was executed instead of the policy's, as which it would count; "
+                    "only overseer.kind=environment (robot_hg_dagger, robot_rlif) tells them apart, but not in "
+                    "evaluations. Remove the wrapper, or do not act there"
+                )
+            executed.append(action if persons is None else persons)
+            by_person.append(persons is not None)
             # before anything is returned: a single NaN would spread over the whole batch
             diverged = self._look(rewards)
             if diverged:
@@ -211,6 +224,8 @@ class EnvService:
         result = {"rewards": np.array(rewards, np.float64), "flags": np.array([success, terminated, truncated])}
         if record:
             result["frames"] = np.stack(frames)
+        if people:
+            result["executed"], result["by_person"] = np.stack(executed), np.array(by_person)
         seen = self._observe(frames[-1] if frames else None)
         # nobody acts on the last observation of an episode, so it needs no past
         result.update(seen if terminated or truncated else self._with_past(seen))

@@ -101,6 +101,10 @@ class ChunkResult:
     """Draw of the domain randomisation by row, for episodes that begin."""
     true_success: NDArray[np.bool_] | None = None
     """(L,) the environment's own success, if `success` is the verdict of somebody else; None otherwise."""
+    executed: NDArray[np.float32] | None = None
+    """(L, K, A) actions in -1..1 as executed, if a person inside the environment may replace them; None otherwise."""
+    by_person: NDArray[np.bool_] | None = None
+    """(L, K) whether that person chose the action; None if there is none."""
 
     @classmethod
     def empty(

@@ -99,7 +99,7 @@ class GymRow:
         if control_hz is not None and not (np.isfinite(control_hz) and control_hz > 0):
             raise EnvError(f"control_hz is {control_hz}; expected control steps per second, above 0")
         if expert is not None:
-            self.expert = partial(self._expert_action, expert)  # its presence shows a worker that there is an expert
+            self.expert = partial(self._experts_action, expert)  # its presence shows a worker that there is an expert
         # robosuite's wrappers unwrap to objects that are not Gymnasium environments
         draws = [getattr(owner, "policy_image", None) for owner in (env, getattr(env, "unwrapped", None))]
         self._draw: Any = draws[0] or draws[1]
@@ -119,6 +119,7 @@ class GymRow:
         self._size = size
         self._elapsed = 0
         self._resets_itself = False
+        self.executed: np.ndarray | None = None
         self._info: Mapping[str, Any] = {}
         self.horizon = _horizon(horizon, spec)
         self.action_size = int(np.prod(env.action_space.shape))
@@ -150,7 +151,7 @@ class GymRow:
             if options is None:
                 raise EnvError(f"draw is {draw}, which is an option of reset; set the adapter's layout_options")
             options["draw"] = draw
-        self._elapsed, self._resets_itself = 0, False
+        self._elapsed, self._resets_itself, self.executed = 0, False, None
         # options stay None without layout_options: some environments reject unknown ones
         self._observation, info = self._env.reset(seed=seed, options=options)
         self._info = info if isinstance(info, Mapping) else {}
@@ -164,7 +165,7 @@ class GymRow:
         """Act for one control step with (A,) in -1..1; returns reward, success, terminated and truncated."""
         space = self._env.action_space
 
-        # the inverse of `_expert_action`; equal bounds give the only value of a locked entry
+        # the inverse of `_scaled`; equal bounds give the only value of a locked entry
         scaled = self._low + (np.asarray(action, np.float64) + 1.0) / 2.0 * (self._high - self._low)
         if self.action_integer:  # a cast alone would cut the fraction off
             scaled = np.rint(scaled)
@@ -173,11 +174,7 @@ class GymRow:
         self._observation, given, terminated, truncated, info = self._env.step(
             scaled.reshape(space.shape).astype(space.dtype)
         )
-        if info.get("intervene_action") is not None or np.any(info.get("is_intervention", False)):
-            raise EnvError(
-                f"{self._name}: info says that a person's action was executed instead of the policy's, which would be "
-                "learned from as the policy's; remove the wrapper, and use `mmrl robot intervene` for corrections"
-            )
+        self.executed = self._persons_action(info)
         reward = foreign.as_number(given, "the reward")
         success = self._success(reward, info)
         self._elapsed += 1
@@ -199,11 +196,30 @@ class GymRow:
             )
         return reward, success, terminated, truncated
 
-    def _expert_action(self, expert: Callable[[Any], Any]) -> np.ndarray:
+    def _experts_action(self, expert: Callable[[Any], Any]) -> np.ndarray:
         """(A,) in -1..1."""
-        action = np.ravel(np.asarray(expert(self._observation), np.float64))
+        return self._scaled(expert(self._observation), "the expert's")
+
+    def _persons_action(self, info: Mapping[str, Any]) -> np.ndarray | None:
+        """(A,) in -1..1 of a person who acted instead of the policy, as wrappers of SERL and gym-hil report it."""
+        acted = info.get("is_intervention")
+        if acted is not None and not np.any(acted):
+            return None
+        given = next((info[key] for key in PERSON_KEYS if info.get(key) is not None), None)
+        if acted is None and info.get(PERSON_KEYS[0]) is None:
+            return None
+        if given is None:
+            raise EnvError(f"info says is_intervention, but has no action of the person: {' or '.join(PERSON_KEYS)}")
+        return self._scaled(given, "a person's")
+
+    def _scaled(self, given: Any, whose: str) -> np.ndarray:
+        """(A,) in -1..1 of an action in the environment's units."""
+        try:
+            action = np.ravel(np.asarray(given, np.float64))
+        except (TypeError, ValueError):
+            raise EnvError(f"{whose} action is {given!r}; expected {len(self._low)} numbers") from None
         if action.shape != self._low.shape or not np.isfinite(action).all():
-            raise EnvError(f"the expert's action is {action}; expected {len(self._low)} finite numbers")
+            raise EnvError(f"{whose} action is {action}; expected {len(self._low)} finite numbers")
         if self.action_integer:
             action = np.rint(action)
         width = self._high - self._low
@@ -519,3 +535,6 @@ def _horizon(asked: int | None, spec: Any) -> int:
 SUCCESS_KEYS = ("success", "is_success")
 LAST_KEYS = ("final_obs", "final_observation", "terminal_observation")
 """Entries of `info` in which environments that reset themselves report the last observation."""
+PERSON_KEYS = ("intervene_action", "teleop_action")
+"""Entries of `info` in which a wrapper reports the action of a person: SERL's, only if the person acted, and LeRobot's,
+with `is_intervention`."""

@@ -94,6 +94,7 @@ class SubprocessSim(RowPool[Message]):
         kinds = ("dropped", "diverged")
         super().__init__(settings.factory, spec, settings.workers, settings, settings.call_timeout_s, kinds=kinds)
         self._begun = self._past = 0
+        self._people = False
         self._hello = self.start().fields
         # Sizes decide how much memory is allocated here, so they are bounded before anything is.
         problem = problem_in_hello(self._hello)
@@ -150,19 +151,25 @@ class SubprocessSim(RowPool[Message]):
         self._check_episodes(episodes)
         self._begun = len(episodes)
         self._past = past
+        self._people = False
         # All rows begin together; those beyond the episodes are idle.
         self._live.clear()
         requests = {row: _reset_request(episode, past) for row, episode in enumerate(episodes)}
         answers = self.begin(requests, scenes=[episode.task for episode in episodes])
         return self._assemble(np.arange(len(episodes)), 0, answers, ())
 
+    def allow_people(self) -> None:
+        """Let a person inside the environment replace actions until the next `reset`; results report what was done."""
+        self._people = True
+
     def step_chunk(self, actions: ArrayLike, record: Collection[int] = ()) -> ChunkResult:
         """Step the live rows; see `RobotSim.step_chunk`."""
         controls = np.asarray(actions, np.float64)
         self._check_actions(controls, record)
         rows = self.live
+        people = {"people": True} if self._people else {}
         requests = {
-            int(row): Request({"kind": "step_chunk", "record": int(row) in record}, {"actions": chunk})
+            int(row): Request({"kind": "step_chunk", "record": int(row) in record, **people}, {"actions": chunk})
             for row, chunk in zip(rows, controls, strict=True)
         }
         result = self._assemble(rows, controls.shape[1], self.ask(requests), record)
@@ -288,6 +295,8 @@ class SubprocessSim(RowPool[Message]):
             # Fewer steps than were asked for: the episode ended within the chunk.
             steps, most = len(answer.arrays.get("rewards", ())), len(request.arrays["actions"])
             expected |= {"flags": (3,), "rewards": (min(max(1, steps), most),)}
+            if self._people:
+                expected |= {"executed": (steps, self.action_size), "by_person": (steps,)}
             if request.fields["record"]:
                 expected["frames"] = (steps, *(self._frame_size or ()), 3)
         # An episode that is over has no next chunk, which alone needs the past.
@@ -311,6 +320,9 @@ class SubprocessSim(RowPool[Message]):
         record: Collection[int],
     ) -> ChunkResult:
         result = ChunkResult.empty(rows, length, self.state_size, self.image_size, len(self.views), self._past)
+        if self._people:
+            executed = np.zeros((len(rows), length, self.action_size), np.float32)
+            result = replace(result, executed=executed, by_person=np.zeros((len(rows), length), bool))
         reasons: dict[int, str] = {}
         frames: dict[int, NDArray[np.uint8]] = {}
         drawn: dict[int, Mapping[str, Any]] = {}
@@ -472,3 +484,5 @@ def _fill(result: ChunkResult, place: int, answer: Message) -> None:
         steps = len(arrays["rewards"])
         result.rewards[place, :steps], result.steps[place] = arrays["rewards"], steps
         result.success[place], result.terminated[place], result.truncated[place] = arrays["flags"]
+        if result.executed is not None and result.by_person is not None:
+            result.executed[place, :steps], result.by_person[place, :steps] = arrays["executed"], arrays["by_person"]

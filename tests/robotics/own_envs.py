@@ -29,6 +29,15 @@ class Slider(gymnasium.Env):
         return np.full((16, 16, 3), int(np.clip(self.place, 0, 255)), np.uint8)
 
 
+class Helped(Slider):
+    """As with SERL's wrapper for a SpaceMouse, somebody pushes from 20 to 45 cm and says so."""
+
+    def step(self, action):
+        helps = 20 <= self.place < 45
+        observation, *others, info = super().step(np.array([25.0]) if helps else action)
+        return observation, *others, {**info, "intervene_action": np.array([25.0])} if helps else info
+
+
 def slide(observation):
     """25 cm, and at the end more than the bounds allow."""
     return [25.0 if observation["place"][0] < 20 else 99.0]

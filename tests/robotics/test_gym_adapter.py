@@ -363,13 +363,42 @@ def test_what_is_neither_state_nor_image_is_said():
 
 
 @pytest.mark.parametrize(
-    "info", [{"intervene_action": np.zeros(2)}, {"teleop_action": np.zeros(2), "is_intervention": True}]
+    "info", [{"intervene_action": [[0.0, 0.5]]}, {"teleop_action": np.array([0, 0.5]), "is_intervention": True}]
 )
-def test_an_action_that_the_environment_replaced_is_refused(info):
-    with pytest.raises(EnvError, match="a person's action was executed instead of the policy's"):
+def test_a_persons_action_is_reported_in_the_scale_of_the_policys(info):
+    # bounds of -1 to 3 and 0 to 0.5
+    adapted = row(Arm(info={"success": False, **info}))
+    adapted.step(np.zeros(2))
+    np.testing.assert_allclose(adapted.executed, [-0.5, 1.0])
+    adapted.reset("Arm", 0, "train", 0)
+    assert adapted.executed is None
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        {"teleop_action": np.zeros(2), "is_intervention": False, "intervene_action": None},
+        {"teleop_action": np.zeros(2), "is_intervention": np.array([False])},
+        {"teleop_action": np.zeros(2)},
+    ],
+)
+def test_a_person_who_does_not_act_replaces_nothing(info):
+    adapted = row(Arm(info={"success": False, **info}))
+    assert adapted.step(np.zeros(2))[0] == 2.5
+    assert adapted.executed is None
+
+
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        ({"is_intervention": True}, "has no action of the person: intervene_action or teleop_action"),
+        ({"intervene_action": np.zeros(3)}, r"a person's action is \[0. 0. 0.\]; expected 2 finite numbers"),
+        ({"teleop_action": {"x": 1}, "is_intervention": True}, r"a person's action is \{'x': 1\}; expected 2 numbers"),
+    ],
+)
+def test_a_persons_action_that_cannot_be_read_is_named(info, text):
+    with pytest.raises(EnvError, match=text):
         row(Arm(info={"success": False, **info})).step(np.zeros(2))
-    idle = {"success": False, "teleop_action": np.zeros(2), "is_intervention": False, "intervene_action": None}
-    assert row(Arm(info=idle)).step(np.zeros(2))[0] == 2.5
 
 
 @pytest.mark.parametrize("key", ["final_obs", "final_observation", "terminal_observation"])

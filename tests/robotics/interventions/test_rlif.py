@@ -131,7 +131,7 @@ def test_options_without_an_effect_are_refused(tmp_path, demos):
         rlif_config(tmp_path, demos, potential=1.0)
     with pytest.raises(ValueError, match="warmup is random"):
         rlif_config(tmp_path, demos, warmup="random")
-    with pytest.raises(UserError, match=r"overseer\.kind is keyboard"):
+    with pytest.raises(ValueError, match=r"overseer\.kind is keyboard; robot_rlif takes distance, random, environment"):
         RobotRlifRecipe(rlif_config(tmp_path, demos, overseer=OverseerConfig(kind="keyboard")))
     model = ActionPolicyConfig(kind="squashed", chunk=2, options={"encoder": {**TINY, "image_size": None}})
     with pytest.raises(UserError, match=r"chunk is 2; robot_rlif needs model\.chunk=1"):
