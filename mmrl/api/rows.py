@@ -19,6 +19,8 @@ HELD_OUT = "heldout"
 """Name of held-out rows that are passed without a name."""
 MEDIA = ("image", "images", "video", "videos")
 """Columns, and entries of chat turns, that may be paths."""
+ITEMS, SOURCES = ("image", "image_url", "video"), ("path", "url", "image_url", "frames")
+"""Types of items of chat turns, and entries of such an item, or of a mapping in these columns, that may be paths."""
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 IMAGE_TYPES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"RIFF": "webp"}
 
@@ -113,8 +115,11 @@ def _cell(value: Any, where: str, folder: Path, media: bool = False) -> Any:
         return value
     if isinstance(value, Mapping):
         if set(value) == {"bytes", "path"}:  # an image of datasets
-            return value["path"] if value["bytes"] is None else _stored(value["bytes"], where, folder)
-        return {str(key): _cell(each, f"{where}[{key!r}]", folder, key in MEDIA) for key, each in value.items()}
+            stored = value["bytes"]
+            return _cell(value["path"], where, folder, True) if stored is None else _stored(stored, where, folder)
+        media = media or value.get("type") in ITEMS
+        named = {key: key in MEDIA or (media and key in SOURCES) for key in value}
+        return {str(key): _cell(each, f"{where}[{key!r}]", folder, named[key]) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_cell(each, f"{where}[{number}]", folder, media) for number, each in enumerate(value)]
     if isinstance(value, date | time):

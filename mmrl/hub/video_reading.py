@@ -162,14 +162,20 @@ def video_stream(container: Any, max_pixels: int = MAX_IMAGE_PIXELS) -> Any:
 def _list_packets(container: Any, stream: Any) -> tuple[list[_Packet], float]:
     """The video's packets that are shown, and when the last packet of any stream ends, in seconds."""
     packets: list[_Packet] = []
-    end_s = 0.0
+    end_s, is_vp8 = 0.0, stream.codec_context.name == "vp8"
     for packet in container.demux():
         if packet.pts is not None and packet.time_base:
             end_s = max(end_s, (packet.pts + (packet.duration or 0)) * float(packet.time_base))
         # packets without content only carry information
-        if packet.stream_index == stream.index and packet.size and not packet.is_discard:
+        shown = packet.size and not packet.is_discard and not (is_vp8 and _is_hidden(packet))
+        if packet.stream_index == stream.index and shown:
             packets.append(_Packet(packet.pts, packet.dts, packet.duration or 0, packet.is_keyframe))
     return packets, end_s
+
+
+def _is_hidden(packet: Any) -> bool:
+    """Whether a packet of VP8 is a reference that other frames are predicted from and that is not shown (RFC 6386)."""
+    return not memoryview(packet)[0] & 0x10
 
 
 def _check_whole(container: Any, stream: Any, size: int, end_s: float) -> None:

@@ -269,6 +269,14 @@ def test_images_of_rows_are_those_of_their_files(tmp_path, monkeypatch):
     assert (upright.getexif().get(0x0112, 1), printed.mode) == (1, "RGB")
     # relative to the program, and not to the written rows
     assert written[2:] == [str(tmp_path / "photo.png"), str(tmp_path / "print.jpg")]
+    chat = [
+        {"role": "user", "content": [{"type": "image", "path": "photo.png"}, {"type": "text", "text": "photo.png"}]}
+    ]
+    clips = [{"path": "photo.png", "fps": 1}, {"frames": ["photo.png"]}, {"bytes": None, "path": "photo.png"}]
+    nested = json.loads(Path(place([{"prompt": chat, "videos": clips}], tmp_path / "run/data", "train")).read_text())
+    absolute = str(tmp_path / "photo.png")
+    assert nested["videos"] == [{"path": absolute, "fps": 1}, {"frames": [absolute]}, absolute]
+    assert [item.get("path", item.get("text")) for item in nested["prompt"][0]["content"]] == [absolute, "photo.png"]
     with pytest.raises(UserError, match=r"train\[0\]\['image'\] has mode F"):
         place([{"image": Image.new("F", (2, 2))}], tmp_path, "train")
 

@@ -2,6 +2,7 @@
 
 import sys
 import weakref
+from fractions import Fraction
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -36,6 +37,26 @@ def test_a_rate_that_is_not_a_whole_number(tmp_path):
     index = read_index(write_clip(tmp_path / "a.mkv", even_times(60, 30000 / 1001)))
     assert index.fps == pytest.approx(29.97, rel=0.01)
     assert numbers_of(decode_frames(index, [0, 29, 59])) == [0, 29, 59]
+
+
+def test_hidden_frames_of_vp8_are_not_counted(tmp_path):
+    """Encoders store references that are never shown as packets of their own, a little before the next frame."""
+    with av.open(str(tmp_path / "a.webm"), "w") as container:
+        stream = container.add_stream("libvpx", rate=10, options={"deadline": "realtime", "cpu-used": "8"})
+        stream.height, stream.width, _ = numbered(0).shape
+        stream.bit_rate = 2_000_000
+        frames = [av.VideoFrame.from_ndarray(numbered(number), format="rgb24") for number in range(30)]
+        for number, packet in enumerate(packet for frame in [*frames, None] for packet in stream.encode(frame)):
+            if number in (10, 20):
+                first, *rest = bytes(packet)
+                hidden = av.Packet(bytes([first & ~0x10, *rest]))  # without the bit show_frame
+                hidden.time_base, hidden.stream = Fraction(1, 1000), stream
+                hidden.pts = hidden.dts = 100 * number - 1
+                container.mux(hidden)
+            container.mux(packet)
+    index = read_index(tmp_path / "a.webm")
+    assert (index.total, index.fps, index.constant) == (30, 10, True)
+    assert numbers_of(decode_frames(index, range(30))) == list(range(30))
 
 
 QUARTER_CLOCKWISE = [0, 1, -1, 0]

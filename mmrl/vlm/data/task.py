@@ -47,7 +47,8 @@ TRIED_ANSWERS = 64
 """Number of correct answers, spread over a dataset, that built-in rewards parse before the run."""
 
 
-FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm")
+FRAME_SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".ppm")
+"""Names of frames; a GIF is a video."""
 
 
 OPEN_THINK = re.compile(r"<think>\s*\Z")
@@ -405,6 +406,8 @@ def _clip(value: Any, folder: Path, place: str) -> VideoClip:
         key = next((key for key in SOURCE_KEYS if key in given), None)
         if key is None:
             raise _bad(place, f"a mapping with {', '.join(map(str, given)) or 'nothing'}")
+        if key == "path" and given.get("bytes") is not None:  # the path is where they came from
+            raise _bad(place, "stored as bytes, which are not read")
         value = given.pop(key)
         options = {name: item for name, item in given.items() if name not in SOURCE_KEYS and name != "bytes"}
     if isinstance(value, str | PurePath) and str(value):

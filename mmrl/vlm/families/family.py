@@ -71,6 +71,8 @@ class VlmFamily:
             for kind, name in ((IMAGE, "image_token_id"), (VIDEO, "video_token_id")):
                 if (token := getattr(config, name, None)) is not None:
                     types[ids == token] = kind
+            if "mm_token_type_ids" in inputs:  # GLM-4.1V has one token for images and videos
+                types[(types == IMAGE) & (inputs["mm_token_type_ids"][0] == VIDEO)] = VIDEO
             if find is None:
                 return types, torch.arange(len(ids)).expand(3, -1)
             grids = {name: inputs[name] for name in ("image_grid_thw", "video_grid_thw") if name in inputs}

@@ -12,6 +12,7 @@ from torch import Tensor
 from mmrl.errors import UserError
 from mmrl.hub.video_reading import VideoError
 from mmrl.rewards import RewardResult, RewardSum, TrainerState
+from mmrl.training.recipe import NoUsableTasksError
 from mmrl.vlm.data.prompt import Prompt, token_lists
 from mmrl.vlm.data.task import TaskError, VlmTask, check_columns, score_texts
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
@@ -120,16 +121,18 @@ def make_answerer(config: AnswererConfig, reader: VlmPolicy | None) -> Answerer:
     return VlmAnswerer(config, reader)
 
 
-def without_unreadable(
+def without_unanswerable(
     tasks: Sequence[NeedleTask],
     features: Sequence[VideoFeatures],
     attempt: Callable[[Sequence[NeedleTask], Sequence[VideoFeatures]], ResultT],
     skip: Callable[[TaskError], None],
-) -> ResultT | None:
-    """The result of an attempt, repeated without questions whose picked frames cannot be read.
+) -> ResultT:
+    """The result of an attempt, repeated without questions that cannot be answered from their picked frames.
 
-    Features may be kept of a video that is gone or damaged since.
+    Features may be kept of a video that is gone or damaged since, and the frames may be more than the model can read.
     """
+    total = len(tasks)
+    last: TaskError | None = None
     while tasks:
         try:
             return attempt(tasks, features)
@@ -138,8 +141,9 @@ def without_unreadable(
             if len(kept) == len(tasks):
                 raise
             skip(error)
+            last = error
             tasks, features = [tasks[n] for n in kept], [features[n] for n in kept]
-    return None
+    raise NoUsableTasksError(f"none of {total} questions could be answered from picked frames; the last one: {last}")
 
 
 def _asked(tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]]) -> list[tuple[VlmTask, list[Image.Image]]]:

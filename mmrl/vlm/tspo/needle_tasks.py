@@ -6,8 +6,8 @@ import functools
 import hashlib
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -179,8 +179,17 @@ class NeedleTask:
 def load_needle_tasks(config: DataConfig, fps: float, max_frames: int) -> tuple[list[NeedleTask], dict[str, int]]:
     """Read questions and list the candidate frames of their videos, without decoding them."""
     loaded = load_tasks(config)
+    asked = {task.id: _text_of(task) for task in loaded.tasks}
+    if config.format_prompt is not None:  # it is for the model that answers, and no part of a query
+        asked |= {task.id: _text_of(task) for task in load_tasks(replace(config, format_prompt=None)).tasks}
+
+    @functools.cache
+    def opened(path: str) -> Candidates:
+        """Questions about one video share the list of its frames."""
+        return open_candidates(path, fps, max_frames, config.max_image_pixels)
+
     usable = LoadedRows[NeedleTask](on_bad_row=config.on_bad_row)
-    usable.take(loaded.tasks, lambda task: _make(task, fps, max_frames))
+    usable.take(loaded.tasks, lambda task: _make(task, asked[task.id], opened))
     usable.check_left(config.path)
     return usable.tasks, loaded.skipped + usable.skipped
 
@@ -190,9 +199,9 @@ def question_without_options(text: str) -> str:
     return OPTIONS.split(text, maxsplit=1)[0].strip()
 
 
-def _make(task: VlmTask, fps: float, max_frames: int) -> NeedleTask:
+def _make(task: VlmTask, asked: str, opened: Callable[[str], Candidates]) -> NeedleTask:
     try:
-        video = open_candidates(_path_of(task), fps, max_frames, task.max_image_pixels)
+        video = opened(_path_of(task))
     except VideoError as error:
         raise TaskError(error.kind, task.id, f"its video cannot be used: {error}") from None
     columns = task.columns
@@ -202,13 +211,15 @@ def _make(task: VlmTask, fps: float, max_frames: int) -> NeedleTask:
         lacks = " and it has no needle" if kind == "specific" else ""
         raise TaskError("bad_needle", task.id, f"its type is {kind!r}{lacks}; expected: {', '.join(TYPES)}")
     mask = needle_mask(video, pairs, task.id)
-    query = str(columns.get("query") or question_without_options(_text_of(task)))
+    query = str(columns.get("query") or question_without_options(asked))
     return NeedleTask(task, query, video, mask, kind == "specific")
 
 
 def _path_of(task: VlmTask) -> str:
     if len(task.videos) != 1:
         raise TaskError("one_video", task.id, f"it has {len(task.videos)} videos; exactly one is needed")
+    if task.images:
+        raise TaskError("one_video", task.id, "it has images, too; only the frames of its video are shown")
     video = task.videos[0]
     if isinstance(video, VideoClip) and video.options:
         given = ", ".join(video.options)

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mmrl.errors import UserError
-from mmrl.files import expanded
-from mmrl.hub.tables import good_rows
+from mmrl.files import expanded, is_file
+from mmrl.hub.tables import DataRow, good_rows
 from mmrl.hub.video_reading import VideoError, VideoIndex, decode_frames, read_index
 from mmrl.hub.video_writing import write_mp4
-from mmrl.vlm.data.dataset import write_media_rows
+from mmrl.vlm.data.dataset import ANSWER_KEYS, CHAT_KEYS, PROMPT_KEYS, VERL_ANSWER, VIDEO_KEYS, write_media_rows
+from mmrl.vlm.data.task import TaskError, read_video_cell
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,7 +36,10 @@ if TYPE_CHECKING:
 VIDEO_SUFFIXES = (".mp4", ".mkv", ".webm", ".mov", ".avi", ".m4v")
 FEWEST, MOST = 50, 128
 """Videos with fewer or more frames at one frame per second are sampled to this many (MOST), evenly spaced."""
-KEPT_COLUMNS = ("problem", "question", "prompt", "answer", "solution", "query", "original_question", "original_answer")
+KEPT_COLUMNS = (
+    *(*PROMPT_KEYS, *CHAT_KEYS, *ANSWER_KEYS, VERL_ANSWER[0]),
+    *("query", "original_question", "original_answer"),
+)
 
 
 def build_spliced(
@@ -72,11 +76,12 @@ def build_spliced(
         raise UserError(f"clip_frames={clip_frames}, clips={clips}, repeats={list(repeats)}: all must be positive")
     # a second number keeps this stream apart from others with the same seed
     rng = np.random.default_rng([seed, 10])
-    folder, made = expanded(questions).parent, itertools.count()
+    source, made = expanded(questions), itertools.count()
+    folder = source.parent if is_file(source) else source
 
     def save(place: Path, stem: str) -> dict[str, Any]:
-        cells = rows[next(made) % len(rows)].cells
-        own = _own_video(cells, folder)
+        row = rows[next(made) % len(rows)]
+        own = _own_video(row, folder)
         # the needle's own video is no haystack
         pool = [file for file in others if file.resolve() != own.resolve()]
         if clips and not pool:
@@ -90,7 +95,7 @@ def build_spliced(
             raise UserError(f"a video cannot be spliced around {own}: {error}") from error
         stops = list(itertools.accumulate(len(clip.numbers) for clip in plan))
         spans = [[stop - len(clip.numbers), stop] for clip, stop in zip(plan, stops, strict=True) if clip.needle]
-        kept = {name: cells[name] for name in KEPT_COLUMNS if name in cells}
+        kept = {name: row.cells[name] for name in KEPT_COLUMNS if name in row.cells}
         return {
             **kept,
             "videos": [f"{Path(path).with_suffix('').name}/{stem}.mp4"],
@@ -133,12 +138,19 @@ def _spread(index: VideoIndex, count: int) -> list[int]:
     return [index.frame_at(time_s) for time_s in np.linspace(index.times_s[0], index.times_s[-1], count)]
 
 
-def _own_video(cells: dict[str, Any], folder: Path) -> Path:
-    video = cells.get("videos") or cells.get("video")
-    video = video[0] if isinstance(video, list) and video else video
-    if not isinstance(video, str):
-        raise UserError(f"a question has no video; its columns are: {', '.join(cells)}")
-    return folder / expanded(video)
+def _own_video(row: DataRow, folder: Path) -> Path:
+    """The file of a question's only video."""
+    cell = next((row.cells[key] for key in VIDEO_KEYS if row.cells.get(key)), None)
+    try:
+        videos = read_video_cell(cell, folder, row.place)
+    except TaskError as error:
+        raise UserError(str(error)) from None
+    if len(videos) != 1 or not isinstance(videos[0].source, str) or videos[0].options:
+        raise UserError(
+            f"{row.place}: needs one video file without options in the column videos or video, found {cell!r:.100}; "
+            f"its columns are: {', '.join(row.cells)}"
+        )
+    return Path(videos[0].source)
 
 
 def _plan(

@@ -56,7 +56,7 @@ from mmrl.vlm.data.dataset import DataConfig
 from mmrl.vlm.data.task import Skipped, TaskError
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.tspo.agent import AgentSettings, TemporalAgent, load_agent, save_agent
-from mmrl.vlm.tspo.answerers import Answerer, Answers, make_answerer, without_unreadable
+from mmrl.vlm.tspo.answerers import Answerer, Answers, make_answerer, without_unanswerable
 from mmrl.vlm.tspo.features import ClipEncoder, FeatureStore
 from mmrl.vlm.tspo.frame_policy import TspoPayload, TspoPolicy, VideoFeatures
 from mmrl.vlm.tspo.needle_tasks import NeedleTask, load_needle_tasks
@@ -164,7 +164,9 @@ class PickMeasure(Measure[NeedleTask]):
     seed: int
     """Seed of the bootstrap."""
     skip: Callable[[TaskError], None]
-    """Called with each question whose picked frames cannot be read."""
+    """Called with each question that cannot be answered from its picked frames."""
+    unanswered: NoUsableTasksError | None = None
+    """Why no question of a batch could be answered."""
 
     @property
     def batch_size(self) -> int:
@@ -175,8 +177,13 @@ class PickMeasure(Measure[NeedleTask]):
         """Pick and answer with every strategy; questions whose video cannot be decoded are skipped."""
         usable, features = self.encode([trial.task for trial in batch], allow_none=True)
         index_of = {id(trial.task): trial.index for trial in batch}
-        rows = without_unreadable(usable, features, lambda some, own: self._rows(some, own, index_of), self.skip)
-        return rows or []
+        if not usable:
+            return []
+        try:
+            return without_unanswerable(usable, features, lambda some, own: self._rows(some, own, index_of), self.skip)
+        except NoUsableTasksError as error:
+            self.unanswered = error
+            return []
 
     def _rows(
         self, usable: Sequence[NeedleTask], features: Sequence[VideoFeatures], index_of: Mapping[int, int]
@@ -206,7 +213,7 @@ class PickMeasure(Measure[NeedleTask]):
         """Means with intervals; raises RunError if no question was usable."""
         if tasks and not rows:
             self.encode(tasks)  # raises with the cause
-            raise RunError(f"the picked frames could not be read for any of {len(tasks)} held-out videos")
+            raise self.unanswered or RunError(f"none of {len(tasks)} held-out questions could be answered")
         metrics = {"skipped": float(len(tasks) - len(rows))}
         for name in dict.fromkeys(name for row in rows for name in row["scores"]):
             values = [row["scores"].get(name, [float("nan")]) for row in rows]
@@ -293,15 +300,12 @@ class TspoRecipe(Recipe[TspoPolicy, NeedleTask]):
         """Draw the frames of G rows for each question and get the question answered from them."""
         with stopwatch("encode"):
             usable, features = self.encode(tasks)
-        drawn = without_unreadable(
+        return without_unanswerable(
             usable,
             features,
             lambda some, own: self._draw(policy, some, own, streams.among(tasks, some), step),
             self.skipped.note,
         )
-        if drawn is None:
-            raise NoUsableTasksError(f"the picked frames could not be read for any of {len(tasks)} videos")
-        return drawn
 
     def _draw(
         self,

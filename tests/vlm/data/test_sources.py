@@ -81,6 +81,22 @@ def test_images_stand_upright():
     assert VlmTask("t", [], [buffer.getvalue()]).load_images()[0].size == (6, 8)
 
 
+def test_a_gif_is_a_video_and_not_one_of_its_frames(folder):
+    (folder / "a.gif").write_bytes(b"GIF89a")
+    row = TRL | {"image": None, "prompt": "<video><video>Which?"}
+    for cell in (["a.gif", "a.gif"], [{"video": "a.gif"}, "a.gif"]):
+        (task,) = load([row | {"videos": cell}]).tasks
+        assert [video.source for video in task.videos] == ["a.gif"] * 2
+
+
+def test_a_video_stored_in_a_table_is_not_looked_for_in_the_folder(folder, cache):
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    row = {"problem": "<video>Which?", "answer": "1", "video": {"bytes": b"...", "path": "a.mp4"}}
+    parquet.write_table(arrow.Table.from_pylist([row]), "rows.parquet")
+    with pytest.raises(UserError, match="a video is stored as bytes"):
+        load_tasks(DataConfig(path="rows.parquet"))
+
+
 def test_parquet_with_stored_images(folder, cache):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     two = [{"bytes": png(), "path": None}, {"bytes": png("blue"), "path": "x"}]

@@ -137,7 +137,7 @@ def read_prompts(policy: VlmPolicy) -> Iterator[list[int]]:
     del policy.encode_prefix
 
 
-@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava_onevision"])
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "glm4v", "llava_onevision"])
 def test_videos_are_read_as_the_model_reads_them(kind):
     """Two videos of unequal lengths."""
     policy = make_policy(kind)

@@ -362,13 +362,14 @@ def make_video_prompt(policy: VlmPolicy, kind: str, frames: int, text: int) -> P
     else:
         pixels, grid = torch.randn(16 * frames, 3 * 2 * 8**2), torch.tensor([[frames, 4, 4]])
         tokens, media = 4 * frames, {"pixel_values_videos": pixels, "video_grid_thw": grid}
-    runs = [torch.full((tokens,), VIDEO)]
-    if kind == "qwen3_vl":  # timestamps between the frames
-        runs = [part for _ in range(frames) for part in (torch.randint(3, 400, (2,)), torch.full((4,), VIDEO))]
+    token = IMAGE if kind == "glm4v" else VIDEO
+    runs = [torch.full((tokens,), token)]
+    if kind in ("qwen3_vl", "glm4v"):  # timestamps between the frames
+        runs = [part for _ in range(frames) for part in (torch.randint(3, 400, (2,)), torch.full((4,), token))]
     ids = torch.cat([torch.randint(3, 400, (2,)), *runs, torch.randint(3, 400, (text,))])
     media = {name: value.double() if value.is_floating_point() else value for name, value in media.items()}
     types, positions = policy.layout.tables(
-        {"input_ids": ids[None], "mm_token_type_ids": 2 * (ids == VIDEO).long()[None], **media}
+        {"input_ids": ids[None], "mm_token_type_ids": 2 * (ids == token).long()[None], **media}
     )
     return Prompt(ids, types, positions, int(positions.max()) + 1, media)
 
@@ -376,8 +377,9 @@ def make_video_prompt(policy: VlmPolicy, kind: str, frames: int, text: int) -> P
 def own_inputs(kind: str, prompt: Prompt, response: Tensor) -> dict[str, Tensor]:
     """Arguments of the model's own forward for a prompt and a response (T,)."""
     ids = torch.cat([prompt.input_ids, response])
+    images = 2 if kind == "glm4v" and "video_grid_thw" in prompt.media else 1
     rows = {
-        "image": (ids == IMAGE).long() + 2 * (ids == VIDEO).long(),
+        "image": images * (ids == IMAGE).long() + 2 * (ids == VIDEO).long(),
         "prompt": (torch.arange(len(ids)) >= len(prompt)).long(),
     }
     types = {name: rows[what][None] for name, what in ZOO[kind].types.items()}

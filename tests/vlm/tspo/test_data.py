@@ -1,6 +1,7 @@
 """Clips with needles, candidate frames, and rows that cannot be used."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -124,6 +125,7 @@ def test_needles_are_pairs_or_lists_of_them():
         ({"type": "other"}, "expected: specific, general"),
         ({"videos": ["a.mp4", "a.mp4"], "problem": "<video><video>What?"}, "2 videos; exactly one is needed"),
         ({"videos": [], "problem": "What?"}, "0 videos; exactly one is needed"),
+        ({"images": ["a.png"], "problem": "<image><video>What?"}, "it has images, too"),
         ({"videos": [{"video": "a.mp4", "fps": 1.0}]}, "its video has the options fps"),
         ({"videos": ["missing.mp4"]}, "missing.mp4"),
         ({"videos": ["cut.mp4"]}, "is truncated"),
@@ -134,6 +136,7 @@ def test_bad_rows_are_named_or_skipped(change, message, tmp_path):
     whole = grey_video(tmp_path / "a.mp4", 20)
     (tmp_path / "cut.mp4").write_bytes(whole.read_bytes()[:-400])
     (tmp_path / "empty.mp4").touch()
+    (tmp_path / "a.png").touch()
     good = {"problem": "<video>What?", "answer": "1", "videos": ["a.mp4"], "needle": [2, 6]}
     config = write_rows(tmp_path / "rows.jsonl", good, good | change)
     with pytest.raises(UserError, match=message):
@@ -157,6 +160,27 @@ def test_a_row_without_needle_is_general_and_its_query_has_no_options(tmp_path):
     assert not task.needle.any()
     assert question_without_options("What?\nA. one\nB. two") == "What?"
     assert question_without_options("Is A good?") == "Is A good?"
+
+
+def test_a_format_prompt_is_no_part_of_the_query(tmp_path):
+    grey_video(tmp_path / "a.mp4", 4)
+    rows = [
+        {"problem": "<video>Who sings?\n(A) a dog\n(B) a cat", "answer": "B", "videos": ["a.mp4"]},
+        {"problem": "<video>Who dances?", "answer": "a cat", "videos": ["a.mp4"]},
+    ]
+    config = write_rows(tmp_path / "rows.jsonl", *rows)
+    config.format_prompt = "First think. {{ content }}\nThen answer."
+    tasks, _ = load_needle_tasks(config, 1.0, 0)
+    assert [task.query for task in tasks] == ["Who sings?", "Who dances?"]
+    assert tasks[1].task.messages[0]["content"][-1]["text"] == "Who dances?\nThen answer."
+
+
+def test_questions_about_one_video_share_the_list_of_its_frames(tmp_path):
+    grey_video(tmp_path / "a.mp4", 20)
+    row = {"problem": "<video>What?", "answer": "1", "videos": ["a.mp4"]}
+    one, two = load_needle_tasks(write_rows(tmp_path / "rows.jsonl", row, row | {"needle": [2, 6]}), 1.0, 0)[0]
+    assert one.video is two.video
+    assert two.needle.sum() == 2
 
 
 def test_sampling_at_one_a_second_is_that_of_the_public_code():
@@ -187,6 +211,25 @@ def test_a_video_is_spliced_into_others_of_another_size(tmp_path):
     assert len(list(decode_frames(index, [0, 24]))) == 2
     with pytest.raises(UserError, match="has no video other than"):
         build_spliced(tmp_path / "x.jsonl", questions=str(rows), haystack=str(tmp_path / "nothing"))
+
+
+def test_questions_for_splicing_have_the_forms_of_a_data_set(tmp_path):
+    """Of a folder of tables, whose paths are relative to it, and of chats, whose answers are kept."""
+    datasets = pytest.importorskip("datasets")
+    grey_video(tmp_path / "own.mp4", 60, fps=1.0)
+    chat = [{"from": "human", "value": "<video>What?"}, {"from": "gpt", "value": "A"}]
+    rows = datasets.Dataset.from_list([{"conversations": chat, "answer": "A", "video": {"path": "own.mp4"}}])
+    rows.save_to_disk(tmp_path / "saved")
+    shutil.move(tmp_path / "own.mp4", tmp_path / "saved")
+    path = build_spliced(
+        tmp_path / "needles.jsonl", questions=str(tmp_path / "saved"), haystack=str(tmp_path), clip_frames=2, clips=0
+    )
+    ((task,), _) = load_needle_tasks(DataConfig(path=str(path)), 0, 0)
+    assert (task.query, task.answer) == ("What?", "A")
+    assert task.task.columns["completion"] == "A"
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"problem": "What?", "videos": [{"path": "a.mp4", "fps": 1}]}))
+    with pytest.raises(UserError, match=r"rows.jsonl line 1: needs one video file without options"):
+        build_spliced(tmp_path / "x.jsonl", questions=str(tmp_path / "rows.jsonl"), haystack=str(tmp_path), clips=0)
 
 
 RATES = {

@@ -100,9 +100,21 @@ def test_picked_frames_that_cannot_be_read_cost_their_question_alone(tmp_path, m
     assert recipe.skipped == {"unreadable_video": 1}
     assert recipe.evaluate(recipe.policy, "heldout", Accelerator(cpu=True), Step()).metrics["skipped"] == 1
     broken |= {task.video.index.path for task in recipe.train_tasks}
-    with pytest.raises(NoUsableTasksError, match="picked frames could not be read for any of 2"):
+    reason = "could be answered from picked frames; the last one: .*one of its frames is damaged"
+    with pytest.raises(NoUsableTasksError, match=f"none of 2 questions {reason}"):
         drawn(recipe)
-    with pytest.raises(RunError, match="picked frames could not be read"):
+    with pytest.raises(RunError, match=reason):
+        recipe.evaluate(recipe.policy, "heldout", Accelerator(cpu=True), Step())
+
+
+def test_more_frames_than_the_model_can_read_are_named_as_the_cause(tmp_path, model, closing):
+    config = reading_config(tmp_path, model, train=False)
+    config.answerer.model.max_prompt_tokens = 8
+    config.eval_data = {"heldout": config.data}
+    recipe = closing(TspoRecipe(config))
+    with pytest.raises(NoUsableTasksError, match=r"the prompt has .* tokens, but model\.max_prompt_tokens is 8"):
+        drawn(recipe)
+    with pytest.raises(RunError, match=r"the prompt has .* tokens, but model\.max_prompt_tokens is 8"):
         recipe.evaluate(recipe.policy, "heldout", Accelerator(cpu=True), Step())
 
 
