@@ -11,7 +11,7 @@ between the values around a step, like AC-Flow's `credit: difference`. AC-Flow u
 path, which also contains later noise; here, the advantage of a step multiplies the gradient of its log-density.
 
 This combination is new. Steps, clip range and KL come from Flow-GRPO (arXiv 2505.05470), the advantage estimator from
-arXiv 1506.02438, and the critic from `diffusion.methods.ac_flow`, a reimplementation of AC-Flow (arXiv 2510.18072). The
+arXiv 1506.02438, and the critic from `diffusion.methods.ac_flow`, a reconstruction of AC-Flow (arXiv 2510.18072). The
 critic has a separate optimiser (`objective.value.kind: separate`) and is evaluated before it is trained on all states
 of the rollout; the policy does not change until `critic.warmup_updates`. Unlike group advantages, a critic works with a
 single image per prompt.

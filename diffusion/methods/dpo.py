@@ -11,8 +11,8 @@ on the preferred images, the paper's baseline. FiFA's filter (arXiv 2410.10166) 
 
 Differences from the public code (SalesforceAIResearch/DiffusionDPO): flow models instead of Stable Diffusion 1.5 and
 SDXL, times from a shifted logit-normal as in yifan123/flow_grpo scripts/train_sd3_dpo.py, whose beta 100 is the default
-(the paper's 2000 to 5000 is for noise prediction). The loss for a model that predicts noise is compared with the public
-code in tests/golden/test_preference.py; the suite loads no such model.
+(the paper's 2000 to 5000 is for noise prediction, `error: noise`). That loss is compared with the public code in
+tests/golden/test_preference.py.
 """
 
 from __future__ import annotations

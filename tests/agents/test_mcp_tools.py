@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -164,8 +165,9 @@ def test_each_episode_has_a_session_and_ends_with_an_answer(fake, closing):
 
 def test_later_protocols_are_spoken_and_servers_that_do_not_start_are_named(fake, closing):
     assert closing(McpEnvironment({"one": {"command": "modern"}}, REWARD))._clients["one"].mode == "auto"
-    with pytest.raises(RunError, match="the MCP server one does not start: Connection closed"):
+    with pytest.raises(RunError, match="the MCP server one does not start: Connection closed") as caught:
         McpEnvironment({"one": {"command": "broken"}}, REWARD)
+    assert "Connection closed" not in "".join(traceback.format_exception(caught.value)).partition("RunError")[0]
 
 
 def test_results_are_texts_and_images_or_notes(fake, closing):

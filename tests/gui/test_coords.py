@@ -100,6 +100,18 @@ def test_points_are_recovered_from_every_space(space):
         assert found == pytest.approx(point, rel=1e-12, abs=1e-9)
 
 
+@pytest.mark.parametrize("space", CoordinateSpace)
+def test_a_space_may_be_given_by_its_name(space):
+    sizes = (1000, 800), (500, 400)
+    assert to_original((0.5, 0.25), space.value, *sizes) == to_original((0.5, 0.25), space, *sizes)
+    assert from_original((5, 2.5), space.value, *sizes) == from_original((5, 2.5), space, *sizes)
+
+
+def test_a_name_that_is_no_space_is_refused():
+    with pytest.raises(UserError, match="unknown coordinate space 'rel100'; available: abs_resized, rel1000"):
+        to_original((1, 1), "rel100", (10, 10))
+
+
 def test_both_axes_have_their_own_scale():
     original_wh, model_wh = (1920, 1080), (1932, 1092)
     assert from_original((1920, 1080), CoordinateSpace.ABS_RESIZED, original_wh, model_wh) == (1932, 1092)

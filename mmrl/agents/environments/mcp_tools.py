@@ -135,7 +135,8 @@ class McpEnvironment:
                 try:
                     self._clients[name] = self._connect(server, "auto")
                 except Exception as error:
-                    raise RunError(f"the MCP server {name} does not start: {_cause(error)}") from error
+                    # without its traceback: a run shows that in its message, with hundreds of lines of task groups
+                    raise RunError(f"the MCP server {name} does not start: {_cause(error)}") from None
 
     def _end_sessions(self) -> None:
         self._clients.clear()

@@ -75,7 +75,7 @@ class PageEnvSettings:
     def validate(self) -> None:
         """Check rules between fields, and the hosts; raises UserError."""
         self.browser.validate()
-        if self.space is CoordinateSpace.ABS_RESIZED and self.resize is None:
+        if self.space == CoordinateSpace.ABS_RESIZED and self.resize is None:
             raise UserError(
                 "the coordinate space abs_resized needs `resize`, the size at which the model sees the image"
             )

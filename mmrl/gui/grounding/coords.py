@@ -170,7 +170,7 @@ def to_original(point: Point, space: CoordinateSpace, original_wh: Size, model_w
 
     Args:
         point: the two numbers of the answer in their order.
-        space: their meaning.
+        space: their meaning, also by name such as "rel1000".
         original_wh: (width, height) of the stored image.
         model_wh: (width, height) that the model saw; only abs_resized needs it.
 
@@ -178,8 +178,10 @@ def to_original(point: Point, space: CoordinateSpace, original_wh: Size, model_w
         (x, y) in pixels of the original image.
 
     Raises:
+        UserError: there is no space of this name.
         ValueError: `model_wh` is missing.
     """
+    space = coordinate_space(space)
     first, second = point
     x, y = (second, first) if space is CoordinateSpace.REL1_YX else (first, second)
     width, height = _extent(space, original_wh, model_wh)
@@ -188,6 +190,7 @@ def to_original(point: Point, space: CoordinateSpace, original_wh: Size, model_w
 
 def from_original(point: Point, space: CoordinateSpace, original_wh: Size, model_wh: Size | None = None) -> Point:
     """The inverse of `to_original`, not rounded."""
+    space = coordinate_space(space)
     width, height = _extent(space, original_wh, model_wh)
     x, y = _scaled(point[0], width, original_wh[0]), _scaled(point[1], height, original_wh[1])
     return (y, x) if space is CoordinateSpace.REL1_YX else (x, y)
