@@ -69,9 +69,9 @@ def _vlm_results(folder: Path) -> None:
     from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 
     base = make_model(folder)
-    load_policy(ModelConfig(path=str(base))).save_pretrained(checkpoint(folder, "digits-papo", 300))
+    load_policy(ModelConfig(path=str(base))).save_pretrained(checkpoint(folder, "digits-papo", 400))
     lora = ModelConfig(path=str(base), lora=LoraSettings(enabled=True, rank=4, alpha=8))
-    load_policy(lora).save_pretrained(checkpoint(folder, "digits-lora", 300))
+    load_policy(lora).save_pretrained(checkpoint(folder, "digits-lora", 400))
 
 
 def _diffusion_results(folder: Path) -> None:

@@ -240,6 +240,18 @@ def test_configurations_shown_load(page, block, tmp_path, monkeypatch):
         load_run(tmp_path / block.file)
 
 
+def named_checkpoints(page):
+    text = "".join(block.text for block in page.shown("python"))
+    return sorted(set(re.findall(r"\"(runs/[\w-]+)/checkpoints/step-(\d+)/model\"", text)))
+
+
+@pytest.mark.parametrize(("page", "named"), every(named_checkpoints))
+def test_checkpoints_that_are_named_are_those_of_the_last_step(page, named):
+    folder, step = named
+    paths = [path for path in (ROOT / "configs").glob("*/*.yaml") if f"output_dir: {folder}\n" in path.read_text()]
+    assert [load_run(path)[1].trainer.steps for path in paths] == [int(step)] * len(paths)
+
+
 def snippets(page):
     return [block.text for block in page.shown("python") if block.file is None]
 

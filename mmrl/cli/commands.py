@@ -454,7 +454,7 @@ def _add_explain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_list_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("kind", nargs="?", choices=list(LISTED), help="default: all three")
+    parser.add_argument("kind", nargs="?", choices=list(LISTED), help="default: all")
     parser.add_argument("--markdown", action="store_true", help="print Markdown tables as in the documentation")
     parser.add_argument("--json", action="store_true", help="print a JSON list")
 

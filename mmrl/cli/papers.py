@@ -12,8 +12,8 @@ from mmrl.recipes import CONTRIB, package_tables
 
 
 def spelled(name: str) -> str:
-    """Normalise a name for comparison: small letters and digits alone, so that Nash-MP is nash_mp."""
-    return re.sub(r"[^a-z0-9]", "", name.lower())
+    """Normalise a name for comparison: Nash-MP is nash_mp, REINFORCE++ is reinforce_pp."""
+    return re.sub(r"[^a-z0-9]", "", name.lower().replace("+", "p"))
 
 
 def called(paper: Paper | Omitted) -> set[str]:
@@ -93,6 +93,7 @@ OWN = (
     Paper("DisCO", ("disco",)),
     Paper("DR-PO", ("dataset_reset",), ("dataset reset policy optimization",)),
     Paper("DRPO", ("decoupled_reward", "disco"), ("decoupled reward policy optimization",)),
+    Paper("DSRL", ("robot_dsrl",), ("diffusion steering via reinforcement learning",)),
     Paper(
         "EPO, entropy-regularised", ("entropy_smoothing",), ("entropy-regularized policy optimization", "entropy_epo")
     ),
@@ -135,6 +136,7 @@ OWN = (
     ),
     Paper("HAPO", ("hapo", "adaptive_temperature")),
     Paper("HBPO", ("hbpo",)),
+    Paper("HG-DAgger", ("robot_hg_dagger",)),
     Paper("HNPG", ("hnpg",), ("offline data enhanced policy gradient",)),
     Paper("IGPO, information gain", ("information_gain",), ("information gain policy optimization",)),
     Paper("IGPO, inpainting", ("inpainting_guided", "masked"), ("inpainting-guided policy optimization",)),
@@ -179,6 +181,7 @@ OWN = (
         lacking="the paper's comparisons, which were not run again: its findings are a list of options",
     ),
     Paper("REFUEL", ("refuel",)),
+    Paper("Residual RL", ("robot_residual",), ("residual reinforcement learning",)),
     Paper("RiskPO", ("riskpo",)),
     Paper(
         "RL for machine learning engineering agents",
@@ -189,7 +192,15 @@ OWN = (
         page="blocks.md",
         lacking="a row and a configuration of its own, and rewards from instrumented environments",
     ),
+    Paper(
+        "RLIF",
+        ("robot_rlif",),
+        ("reinforcement learning via intervention feedback",),
+        lacking="interventions by a person: a script takes over",
+    ),
+    Paper("RLPD", ("robot_rlpd",), ("reinforcement learning with prior data",)),
     Paper("RPO", ("rpo",)),
+    Paper("SAC", ("robot_sac",), ("soft actor-critic",)),
     Paper("Scaf-GRPO", ("scaffolded",)),
     Paper("SEC", ("sec",), ("self-evolving curriculum",)),
     Paper("SEED-GRPO", ("seed_grpo", "semantic_entropy"), lacking="its focal function of the entropy"),
@@ -232,13 +243,6 @@ OF_CONTRIB = (paper for table in package_tables("PAPERS", CONTRIB) for paper in 
 PAPERS = tuple(sorted((*OWN, *OF_CONTRIB), key=_sort_key))
 """Papers that rows, recipes or functions implement, by name."""
 OMITTED = (
-    Omitted("SAC", "soft actor-critic, off-policy control", "not in this release", ("soft actor-critic",)),
-    Omitted(
-        "RLIF",
-        "rewards from the interventions of a person",
-        "not in this release",
-        ("reinforcement learning via intervention feedback",),
-    ),
     Omitted(
         "PMOE",
         "a mixture of Gaussians as the policy of SAC or PPO",

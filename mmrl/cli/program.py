@@ -246,7 +246,7 @@ def _build_parser(commands: Iterable[str] = COMMANDS) -> _Parser:
 
 def _described_commands() -> str:
     """Description of the suite, and its commands by group, which argparse cannot show."""
-    lines = ["Reinforcement learning of vision-language models, diffusion models and robot policies."]
+    lines = ["Reinforcement learning for vision-language models, diffusion models and robot policies."]
     for group, names in itertools.groupby(COMMANDS, lambda name: COMMANDS[name].group):
         lines += ["", f"{group}:", *(in_columns(name, COMMANDS[name].run.__doc__ or "", 14) for name in names)]
     return "\n".join(lines)

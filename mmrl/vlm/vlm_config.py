@@ -73,7 +73,7 @@ class VlmParts:
     """Training questions; supervised and preference runs need their answers too."""
     eval_data: dict[str, DataConfig] = inheriting("data", own=OWN_OPTIONS)
     """Held-out splits by name; the first one is the headline. Options that a split does not set are taken from `data`,
-    except path, split, build, build_options and max_tasks."""
+    except path, split, build, build_options, max_tasks and budgets."""
 
 
 def check_scoring(config: Any, rewards: Sequence[RewardConfig], accuracy_reward: str) -> None:

@@ -203,7 +203,15 @@ def test_names_that_several_papers_share_say_so():
     ):
         find_name("epo")
     assert "same name     direct_advantage (DAPO, direct advantage)" in explained("dapo")
-    assert "left out: not in this release" in explained("Soft Actor-Critic")
+    assert "left out: not in this release" in explained("Probabilistic mixture-of-experts")
+    assert find_name("REINFORCE++") == "reinforce_pp"
+
+
+@pytest.mark.parametrize("paper", ["SAC", "RLPD", "DSRL", "RLIF", "HG-DAgger"])
+def test_methods_of_robots_are_found_by_their_papers(paper):
+    name = f"robot_{paper.lower().replace('-', '_')}"
+    assert f"recipe {name}: " in explained(paper)
+    assert golden_sources(name)
 
 
 def test_suggestions_are_close_or_cite_the_word():

@@ -101,7 +101,8 @@ class DataConfig(RowsConfig):
     """Source of the questions, and how to read its rows."""
 
     path: str = MISSING
-    """A .jsonl, .json or .parquet file, a folder written by datasets.save_to_disk, or a hub id."""
+    """A .jsonl, .json or .parquet file, a folder written by datasets.save_to_disk, a folder of data files, or a hub
+    id."""
     prompt_key: str | None = None
     """Column with the question. Default: the first of prompt, problem, question, instruction, messages, conversations
     that exists. messages and conversations contain whole conversations; their last assistant turn becomes the column

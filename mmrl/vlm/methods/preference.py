@@ -159,7 +159,7 @@ class PreferenceRunConfig(GivenAnswersConfig):
     label_key: str = rare("label")
     """Column with the label of a labelled response, true if the response is desirable."""
     chosen_score_key: str = rare("score_chosen")
-    """Column with the preferred response's score; only used by the losses sppo and refuel."""
+    """Column with the preferred response's score; only used by losses that read scores, such as sppo."""
     rejected_score_key: str = rare("score_rejected")
     """Column with the rejected response's score."""
     max_side_tokens: int | None = rare(bounded(None, at_least=1))

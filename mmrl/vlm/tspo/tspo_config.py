@@ -134,7 +134,7 @@ class TspoConfig(RunConfig):
     """Training questions, each with one video; columns needle, type and query."""
     eval_data: dict[str, DataConfig] = inheriting("data", own=OWN_OPTIONS)
     """Held-out splits by name; the first one is the headline. Options that a split does not set are taken from `data`,
-    except path, split, build, build_options and max_tasks."""
+    except path, split, build, build_options, max_tasks and budgets."""
     picks: PickConfig = field(default_factory=PickConfig)
     """Draws of frames."""
     answerer: AnswererConfig = field(default_factory=AnswererConfig)
