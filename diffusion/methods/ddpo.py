@@ -27,7 +27,7 @@ from diffusion.sampling.trajectories import DiffusionPayload, StepConfig
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import merge_lists
+from mmrl.training.processes import merge_in_order
 from mmrl.training.recipe import Step
 
 
@@ -136,13 +136,13 @@ class DdpoRecipe(TrajectoryRecipe):
         tasks = [DiffusionPayload.of(rollouts).tasks[group] for group in rollouts.group.tolist()]
         # the same instruction for another image is another task, so the image is part of the key
         prompts = [task.prompt if task.image is None else f"{task.prompt} {task.image.digest}" for task in tasks]
-        rewards = rollouts.reward.tolist()
-        everyone = merge_lists([list(zip(prompts, rewards, strict=True))], accelerator)
-        scored = [(prompt, reward) for part in everyone for prompt, reward in part if reward == reward]
-        found = iter(self.history.normalise([prompt for prompt, _ in scored], [reward for _, reward in scored]))
-        # dealt back in the same order: only scored rows have taken an advantage from the iterator
-        parts = [[next(found) if reward == reward else 0.0 for _, reward in part] for part in everyone]
-        advantage = torch.tensor(parts[accelerator.process_index], device=rollouts.mask.device)
+        places = rollouts.places or list(range(rollouts.num_groups))
+        keys = [(places[group], row) for row, group in enumerate(rollouts.host.group.tolist())]
+        own = [(key, (key, *row)) for key, *row in zip(keys, prompts, rollouts.reward.tolist(), strict=True)]
+        # in the order of the tasks: which rewards of a prompt are the latest must not depend on who has drawn them
+        everyone, together, rewards = zip(*merge_in_order(own), strict=True)
+        found = dict(zip(everyone, self.history.normalise(together, rewards).tolist(), strict=True))
+        advantage = torch.tensor([found[key] for key in keys], device=rollouts.mask.device)
         limit = self.objective.scaling.clip
         if limit is not None:
             advantage = advantage.clamp(-limit, limit)

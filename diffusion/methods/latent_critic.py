@@ -90,6 +90,8 @@ class RewardShaping:
             return reward
         # statistics of all processes, without NaN: every process has to keep the same running values
         scored = [value for value in merge_lists(rollouts.reward.tolist(), accelerator) if value == value]
+        if not scored:  # a filter has kept no group: nothing to learn, and nothing that statistics could follow
+            return torch.zeros_like(reward)
         mean, deviation = self._update(torch.tensor(scored))
         # clipped like AC-Flow's shaped rewards, so that a critic with targets of unit scale can follow
         z = torch.where(rollouts.scored, (reward - mean) / (deviation + 1e-8), 0.0).clamp(-Z_LIMIT, Z_LIMIT)

@@ -24,7 +24,7 @@ from accelerate.utils import broadcast_object_list
 from mmrl.errors import PeerLostError, RunStopped, UserError
 from mmrl.runs.checkpoint import MANIFEST, TEMPORARY_PREFIX
 from mmrl.runs.launch import LAST_WORDS
-from mmrl.training.processes import all_ranks, merge_lists
+from mmrl.training.processes import all_ranks, from_all, merge_lists
 
 BEAT_S = 2.0
 """Seconds between two heartbeats of a process."""
@@ -256,6 +256,20 @@ def check_same_tasks(accelerator: Accelerator, digest: Callable[[], str | None])
             f"the training data on {other} differ from those on {hosts[0]} (digests {', '.join(map(str, digests))}); "
             "every machine needs the same files"
         )
+
+
+def check_same_folder(folder: Path, entries: int) -> None:
+    """Raise UserError if a machine finds another number of entries in a folder that the first process writes to.
+
+    All processes must call it.
+    """
+    (writer, written), *others = from_all((socket.gethostname(), entries))
+    for host, found in others:
+        if found != written:
+            raise UserError(
+                f"{folder} has {written} episodes on {writer}, which writes them, but {found} on {host}; machines that "
+                "train together need it on a shared disk"
+            )
 
 
 @contextlib.contextmanager

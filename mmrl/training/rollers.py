@@ -208,10 +208,18 @@ def rolled(recipe: Recipe[Any, Any], unit: Unit, accelerator: Accelerator) -> Ro
 
 def scored(recipe: Recipe[Any, Any], rollouts: Rollouts, streams: Streams, step: Step) -> Rollouts:
     """Rows with their rewards, as the recipe's stages leave them; `streams` are those of the tasks."""
-    rollouts = recipe.score(rollouts, step)
+    failure: EveryRewardFailedError | None = None
+    try:
+        rollouts = recipe.score(rollouts, step)
+    except EveryRewardFailedError as error:
+        rollouts, failure = error.rollouts, error
     with torch.no_grad():
         for stage in recipe.stages:
             rollouts = stage.scored(recipe.policy, rollouts, streams.of_groups(rollouts), step)
+    if failure is not None:
+        # with what the stages add: these rows stay in the step if those of other processes could be scored
+        failure.rollouts = rollouts
+        raise failure
     return rollouts
 
 

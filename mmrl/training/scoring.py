@@ -32,14 +32,24 @@ class EveryRewardFailedError(RunError):
         return type(self), (str(self).partition(": ")[2], self.rollouts)
 
 
-def with_rewards(rollouts: Rollouts, result: RewardResult) -> Rollouts:
-    """Set the rewards of rollouts; rows with a failed term keep NaN and are excluded from the loss."""
+def with_rewards(
+    rollouts: Rollouts, result: RewardResult, further: Callable[[Rollouts], Rollouts] | None = None
+) -> Rollouts:
+    """Set the rewards of rollouts; rows with a failed term keep NaN and are excluded from the loss.
+
+    Args:
+        rollouts: rows without rewards.
+        result: their rewards.
+        further: adds what a method makes of scored rows. Rows that no reward could score need it too: they stay in the
+            step if other processes have scored theirs.
+    """
     device = rollouts.mask.device
     total = torch.tensor(result.total, dtype=torch.float32)
     terms = {
         name: to_device(torch.tensor(values, dtype=torch.float32), device) for name, values in result.terms.items()
     }
     scored = rollouts.replace(reward=to_device(total, device), reward_terms=terms)
+    scored = scored if further is None else further(scored)
     if bool(torch.isnan(total).all()):
         raise EveryRewardFailedError(failure_of(result), scored)
     return scored

@@ -394,7 +394,11 @@ class VlmRecipe(VlmDomain, Recipe[VlmPolicy, VlmTask]):
             self.errors.count(greedy)
             reward = torch.tensor(greedy.total, dtype=torch.float32)[rollouts.group.cpu()]
             extras[GREEDY_REWARD] = to_device(reward, rollouts.mask.device)
-        return with_rewards(rollouts.replace(extras=extras), result)
+        return with_rewards(rollouts.replace(extras=extras), result, lambda scored: self.completed(scored, step))
+
+    def completed(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Add what a method makes of the rewards; all processes call it, also for rows that no reward could score."""
+        return rollouts
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
         """Advantages of the objective's estimator; optionally masks truncated responses out of the update."""

@@ -37,6 +37,7 @@ from mmrl.errors import RunError, UserError
 from mmrl.fields import bounded, rare
 from mmrl.files import expanded, replaced
 from mmrl.runs.fingerprint import content_digest
+from mmrl.training.machines import check_same_folder
 from mmrl.training.processes import Streams, stream_seed
 from mmrl.training.recipe import Step
 from robotics.data import EpisodeData, LeRobotReader
@@ -250,11 +251,11 @@ class HgDaggerRecipe(CloneRecipe):
         """Add the episodes of a round that begins, and draw a batch from all transitions so far."""
         wanted = self.config.attempts_before(step.number)
         if wanted > len(self.demonstrations.attempts):
-            process = PartialState()
-            if process.is_main_process and not self.config.interventions.live:
+            if PartialState().is_main_process and not self.config.interventions.live:
                 self._collect(policy, wanted)
-            process.wait_for_everyone()
+            PartialState().wait_for_everyone()
             self._take(wanted)
+            check_same_folder(self.demonstrations.folder, len(self.demonstrations.attempts))
         known = self.demonstrations.transitions
         # one draw per place, with replacement: the dataset grows, so there are no epochs
         drawn = streams.seeds(len(tasks), 1, purpose="transition").flatten().tolist()
@@ -341,8 +342,7 @@ def published(run_dir: Path) -> list[tuple[int, Path]]:
 def _read_episodes(folder: Path, numbers: Sequence[int], tries: int = TRIES) -> list[EpisodeData]:
     """Read what another process may be changing: joining the files of a dataset moves episodes between them."""
     try:
-        reader = LeRobotReader(folder)
-        return [reader.episode(number) for number in numbers]
+        return list(map(LeRobotReader(folder).episode, numbers))
     except UserError:
         if tries == 1:
             raise

@@ -34,6 +34,7 @@ QUICK = ("sft", "distil", "robot_ppo", "flow3d")
 CONTROLS = {
     "robot_ppo-shuffled": ("robot_ppo", {"reward.potential": 0.0, "shuffle_success": True}),
     "robot_grpo-remembering": ("robot_grpo", {"objective.preset": "single_stream"}),
+    "preference-kto": ("preference", {"objective.preset": "kto"}),
 }
 """Further runs: a recipe and its options."""
 RELATIVE = 1e-3

@@ -14,6 +14,9 @@ from mmrl.core.rollouts import Rollouts
 from mmrl.core.state import Tally
 from mmrl.errors import RunError
 from mmrl.training import processes, scoring, trainer
+from mmrl.training.processes import Streams
+from mmrl.training.recipe import Step
+from mmrl.training.rollers import scored
 from mmrl.training.scoring import EveryRewardFailedError, score_everywhere
 from mmrl.training.trainer import RunCounts, over_processes
 from tests.training.toy import ToyRecipe
@@ -88,6 +91,24 @@ def test_a_process_whose_rewards_all_fail_does_not_end_a_run_in_which_others_hav
     monkeypatch.setattr(scoring, "from_all", processes.from_all)
     with pytest.raises(EveryRewardFailedError):
         score_everywhere(fails)
+
+
+def test_a_stage_sees_rows_that_no_reward_could_score():
+    """What it adds must not be missing in the rows of a process whose rewards all failed."""
+    rows = Rollouts(torch.zeros(1, dtype=torch.int64), torch.ones(1, 1), torch.zeros(1, 1), torch.full((1,), NAN))
+
+    def fails(rollouts, step):
+        raise EveryRewardFailedError("judge/timeout", rollouts)
+
+    def added(policy, rollouts, streams, step):
+        return rollouts.replace(extras=rollouts.extras | {"added": torch.ones(1)})
+
+    stage = SimpleNamespace(scored=added)
+    recipe = SimpleNamespace(score=fails, stages=[stage], policy=None)
+    streams = Streams(0)
+    with pytest.raises(EveryRewardFailedError, match="judge/timeout") as failed:
+        scored(recipe, streams.noted(rows), streams, Step())
+    assert failed.value.rollouts.extras["added"].tolist() == [1.0]
 
 
 @pytest.mark.parametrize("kind", ["drop", "resample"])

@@ -17,11 +17,14 @@ from mmrl.training.recipe import Step, make_reference, shared_prefix
 from mmrl.training.run import evaluate, train
 from mmrl.training.update import count_denominators, needs_reference, update_constants
 from mmrl.vlm.data.dataset import DataConfig
+from mmrl.vlm.data.prompt import token_lists
 from mmrl.vlm.engine.vlm_policy import load_policy
+from mmrl.vlm.methods import preference
 from mmrl.vlm.methods.preference import PreferenceRecipe, mismatched
 from mmrl.vlm.model.model_config import ModelConfig
 from tests.contracts.options import with_changes
 from tests.rounding import assert_equal_up_to_rounding, assert_same_gradient
+from tests.shares import in_shares
 from tests.vlm.pairs import pair_config, write_pairs
 
 MODEL, ADAPTER_FILE = "qwen2_5_vl", "adapter_model.safetensors"
@@ -425,6 +428,25 @@ def test_the_baseline_of_kto_is_that_of_each_answer_behind_the_next_question(tmp
     shortest = min(len(prompt) for prompt in rollouts.payload.prompts)
     assert mismatched(rollouts, shortest) is None, "answers that do not fit are left out"
     assert mismatched(rollouts.select_groups(torch.tensor([0])), 1000) is None
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_answer_before_may_be_that_of_another_process(tmp_path, tiny_folders, monkeypatch, processes):
+    """With a question for each process, none has another question's answer of its own."""
+    config = pair_config(tmp_path, tiny_folders[MODEL])
+    config.objective.preset = "kto"
+    recipe = built(config, disturbed=False)
+
+    def crossed(places):
+        tasks = [recipe.train_tasks[place] for place in places]
+        rows = recipe.rollout(recipe.policy, tasks, Streams(0, places), Step())
+        found = mismatched(rows, recipe.policy.positions)
+        return token_lists(found.payload.response_ids, found.mask)
+
+    whole = crossed(range(4))
+    shares = in_shares(monkeypatch, preference, lambda rank: crossed(range(rank, 4, processes)), processes)
+    for rank, rows in enumerate(shares):
+        assert rows == [row for place in range(rank, 4, processes) for row in whole[2 * place : 2 * place + 2]]
 
 
 def write_labelled(folder, labels=(True, False, True, True, False, True)):

@@ -153,9 +153,9 @@ class ContrastiveRecipe(VlmRecipe):
         group = torch.arange(len(tasks), device=drawn.mask.device).repeat_interleave(size)
         return Rollouts(group, drawn.mask, drawn.logp, torch.full_like(drawn.mask[:, 0], torch.nan), payload)
 
-    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+    def completed(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Add the contrastive reward to the others."""
-        rollouts, settings = super().score(rollouts, step), self.config.contrast
+        settings = self.config.contrast
         payload = VlmPayload.of(rollouts)
         places = rollouts.places or list(range(rollouts.num_groups))
         number = {place: group for group, place in enumerate(places)}

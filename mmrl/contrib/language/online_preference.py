@@ -226,9 +226,11 @@ class OnlinePreferenceRecipe(VlmRecipe):
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Sample the responses to each question and mark those of the opponent."""
-        rollouts = super().rollout(policy, tasks, streams, step)
         if self.config.opponent == "policy":
-            return rollouts
+            return super().rollout(policy, tasks, streams, step)
+        # here and not in the sampler, which a process without usable questions does not reach
+        with self.anchor.whole():
+            rollouts = super().rollout(policy, tasks, streams, step)
         own = torch.tensor([1.0, 0.0], device=rollouts.mask.device).repeat(rollouts.num_groups)
         return rollouts.replace(extras=rollouts.extras | {OWN: own})
 

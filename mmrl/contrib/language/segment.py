@@ -177,13 +177,12 @@ class SegmentRecipe(VlmRecipe):
         """Sample responses, as usual or as trees."""
         grow = self._tree if self.config.segment.kind == "tree" else super().rollout
         rollouts = grow(policy, tasks, streams, step)
-        # values are sampled in `score`, by the policy and the random streams of this rollout
+        # values are sampled in `completed`, by the policy and the random streams of this rollout
         self._asked = policy, streams.among(tasks, VlmPayload.of(rollouts).tasks)
         return rollouts
 
-    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
-        """Score as usual, then value the ends of the segments."""
-        rollouts = super().score(rollouts, step)
+    def completed(self, rollouts: Rollouts, step: Step) -> Rollouts:
+        """Value the ends of the segments."""
         if self.config.segment.kind == "tree":
             found = self._tree_values(rollouts)
         else:

@@ -209,9 +209,8 @@ class TruncatedRecipe(VlmRecipe):
         group, missing = torch.tensor([row.group for row in rows]), torch.full((len(rows),), math.nan)
         return Rollouts(group, mask, logp, missing, payload, extras=extras).to(policy.device)
 
-    def score(self, rollouts: Rollouts, step: Step) -> Rollouts:
+    def completed(self, rollouts: Rollouts, step: Step) -> Rollouts:
         """Rewards of finished responses; 0 for the others."""
-        rollouts = super().score(rollouts, step)
         # 0 rather than NaN, which would leave the row untrained
         return rollouts.replace(reward=rollouts.reward.masked_fill(rollouts.extras[TRUNCATED] > 0, 0.0))
 

@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from mmrl.core.blocks.preference import BASELINE, CHOSEN, SCORE, DecisionScore
 from mmrl.core.loss import Denominators
@@ -35,7 +36,7 @@ from mmrl.fields import bounded, rare
 from mmrl.runs.records import SampleRecord
 from mmrl.training.evaluation import Measure
 from mmrl.training.objectives import PreferenceConfig, check_pair_batches, check_preference, make_preference
-from mmrl.training.processes import Streams
+from mmrl.training.processes import Streams, merge_in_order
 from mmrl.training.recipe import LossTerm, NoUsableTasksError, Passes, Recipe, Step, start_kind
 from mmrl.training.settings import ReferenceConfig
 from mmrl.training.supervised import SupervisedRecipe
@@ -433,19 +434,28 @@ class MismatchedAnswers(LossTerm):
 
 
 def mismatched(rollouts: Rollouts, positions: int) -> Rollouts | None:
-    """Questions with the responses to the previous one, the first with those to the last; None if no row fits."""
+    """Questions with the responses to the step's previous one, the first with those to the last; None if no row fits.
+
+    All processes must call it: the previous question is another process's.
+    """
     payload, each = VlmPayload.of(rollouts), rollouts.num_rows // rollouts.num_groups
-    if len(payload.prompts) < 2:
+    places = rollouts.places or list(range(rollouts.num_groups))
+    answers = payload.sampled_tokens(rollouts.host.mask)
+    own = [(place, (place, answers[each * group : each * (group + 1)])) for group, place in enumerate(places)]
+    # tokens alone travel; each process keeps its prompts and images
+    step = merge_in_order(own)
+    if len(step) < 2:
         return None
-    # answers move on by one question, and each meets one that is not its own
-    ids, mask = payload.response_ids.roll(each, 0), rollouts.mask.roll(each, 0)
-    texts = payload.texts[-each:] + payload.texts[:-each]
-    given = replace(payload, response_ids=ids, texts=texts)
+    before = {place: given for (place, _), (_, given) in zip(step, [step[-1], *step[:-1]], strict=True)}
+    rows = [torch.tensor(row, dtype=torch.int64) for place in places for row in before[place]]
+    ids, mask = (pad_sequence(part, batch_first=True) for part in (rows, [torch.ones(len(row)) for row in rows]))
     # a longer prompt may leave too little room for another question's answer
-    prompt = torch.tensor([len(prompt) for prompt in payload.prompts])[rollouts.group.cpu()]
-    fits = torch.nonzero(prompt + mask.sum(1).cpu() <= positions).flatten()
+    prompt = torch.tensor([len(prompt) for prompt in payload.prompts])[rollouts.host.group]
+    fits = torch.nonzero(prompt + mask.sum(1) <= positions).flatten()
+    ids, mask = ids.to(payload.response_ids.device), mask.to(rollouts.mask)
+    given = replace(payload, response_ids=ids, texts=[""] * len(rows))
     found = Rollouts(rollouts.group, mask, torch.zeros_like(mask), rollouts.reward, payload=given)
-    return found.select(fits.to(mask.device)) if len(fits) else None
+    return found.select(fits) if len(fits) else None
 
 
 def split_table(split: str) -> str:

@@ -1,10 +1,17 @@
 import json
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
-from diffusion.methods.ddpo import PromptHistory
+from diffusion.data.prompts import DiffusionTask
+from diffusion.methods import ddpo
+from diffusion.methods.ddpo import DdpoRecipe, PromptHistory
+from diffusion.sampling.trajectories import DiffusionPayload
+from mmrl.core.rollouts import PLACE, Rollouts
+from mmrl.training.recipe import Step
+from tests.shares import in_shares
 
 
 def numpy_advantages(rollouts, buffer_size, min_count):
@@ -73,3 +80,33 @@ def test_equal_rewards_give_no_advantage():
 def test_rewards_of_other_prompts_are_refused():
     with pytest.raises(ValueError, match=r"shape \(2,\); must be \(1,\)"):
         PromptHistory().normalise(["a"], torch.ones(2))
+
+
+def drawn(prompts, rewards, places):
+    """Two images of each of the prompts at these places of a step."""
+    own = [number for place in places for number in (2 * place, 2 * place + 1)]
+    rows, ones = len(own), torch.ones(len(own), 1)
+    tasks = [DiffusionTask(f"row {place}", prompts[place]) for place in places]
+    payload = DiffusionPayload(tasks, torch.zeros(rows, 1, 1, 1), np.zeros((rows, 1, 1, 3), np.uint8), ones)
+    group = torch.arange(len(places)).repeat_interleave(2)
+    extras = {PLACE: torch.tensor(places).repeat_interleave(2)}
+    return Rollouts(group, ones, 0 * ones, torch.tensor([rewards[number] for number in own]), payload, extras=extras)
+
+
+def test_the_latest_rewards_of_a_prompt_do_not_depend_on_the_number_of_processes(monkeypatch):
+    """The prompt is drawn four times in the step, and its buffer holds the last two images."""
+    prompts, rewards = ["cat"] * 4, [0.0, 1.0, 2.0, 3.0, 5.0, 8.0, 13.0, 21.0]
+
+    def estimated(places):
+        history = PromptHistory(2, 2)
+        recipe = SimpleNamespace(history=history, objective=SimpleNamespace(scaling=SimpleNamespace(clip=None)))
+        found = DdpoRecipe.estimate(recipe, drawn(prompts, rewards, places), None, Step())
+        return history.state_dict()["rewards"], found.advantage.view(-1, 2)
+
+    kept, whole = estimated([0, 1, 2, 3])
+    assert kept == {"cat": [13.0, 21.0]}
+    # three processes: the first one has the places 0 and 3
+    shares = in_shares(monkeypatch, ddpo, lambda rank: estimated(list(range(rank, 4, 3))), 3)
+    for rank, (own, advantage) in enumerate(shares):
+        assert own == kept
+        assert torch.equal(advantage, whole[rank::3])

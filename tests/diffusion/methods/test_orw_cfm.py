@@ -128,6 +128,10 @@ def test_returns_are_shaped_as_configured(tmp_path):
     mean = 0.95 * mean + 0.05 * (mean + 10)
     expected = ((own + 10 - mean) / deviation).clip(-3, 3)
     np.testing.assert_allclose(shaped("running_z", later)[:7], expected, rtol=1e-5)
+    kept, nothing = recipe.shaping.running, rollouts.replace(reward=torch.full_like(reward, NAN))
+    # a filter has kept no group: the step teaches nothing, also not to the steps after it
+    assert not shaped("running_z", nothing).any()
+    assert recipe.shaping.running == kept
     recipe.shaping.running = None
     np.testing.assert_allclose(shaped("running_z_tanh")[:7], np.tanh((own - own.mean()) / own.std()), rtol=1e-5)
     centred = own - np.repeat([1.5, own[4:].mean()], [4, 3])

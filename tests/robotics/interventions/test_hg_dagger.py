@@ -8,6 +8,7 @@ import torch
 
 from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
+from mmrl.training import machines
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
@@ -236,3 +237,11 @@ def test_metrics_of_a_round():
         "control/longest_ms": 130.0,
         "control/late": 2.0,
     }
+
+
+def test_a_machine_that_does_not_see_the_watched_episodes_is_named(tmp_path, demos, closing, monkeypatch):
+    """It would train on other data, and in the next step wait for processes that do not wait for it."""
+    recipe = closing(HgDaggerRecipe(dagger(tmp_path / "run", demos)))
+    monkeypatch.setattr(machines, "from_all", lambda mine: [mine, ("elsewhere", 0)])
+    with pytest.raises(UserError, match=r"interventions has 3 episodes on .*, but 0 on elsewhere.*a shared disk"):
+        recipe.rollout(recipe.policy, range(8), Streams(0), Step())
