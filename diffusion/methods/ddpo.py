@@ -136,13 +136,14 @@ class DdpoRecipe(TrajectoryRecipe):
         tasks = [DiffusionPayload.of(rollouts).tasks[group] for group in rollouts.group.tolist()]
         # the same instruction for another image is another task, so the image is part of the key
         prompts = [task.prompt if task.image is None else f"{task.prompt} {task.image.digest}" for task in tasks]
-        places = rollouts.places or list(range(rollouts.num_groups))
+        places, rewards = rollouts.places or list(range(rollouts.num_groups)), rollouts.reward.tolist()
         keys = [(places[group], row) for row, group in enumerate(rollouts.host.group.tolist())]
-        own = [(key, (key, *row)) for key, *row in zip(keys, prompts, rollouts.reward.tolist(), strict=True)]
+        own = [(key, (key, prompt, reward)) for key, prompt, reward in zip(keys, prompts, rewards, strict=True)]
         # in the order of the tasks: which rewards of a prompt are the latest must not depend on who has drawn them
-        everyone, together, rewards = zip(*merge_in_order(own), strict=True)
-        found = dict(zip(everyone, self.history.normalise(together, rewards).tolist(), strict=True))
-        advantage = torch.tensor([found[key] for key in keys], device=rollouts.mask.device)
+        step_rows = merge_in_order(own)
+        found = self.history.normalise([prompt for _, prompt, _ in step_rows], [reward for _, _, reward in step_rows])
+        known = {key: value for (key, _, _), value in zip(step_rows, found.tolist(), strict=True)}
+        advantage = torch.tensor([known[key] for key in keys], device=rollouts.mask.device)
         limit = self.objective.scaling.clip
         if limit is not None:
             advantage = advantage.clamp(-limit, limit)

@@ -10,6 +10,7 @@ import torch
 
 from mmrl.agents.environments.agent_tasks import TaskSetConfig
 from mmrl.agents.environments.environment import ActionConfig
+from mmrl.agents.methods import arpo
 from mmrl.agents.methods.arpo import (
     ArpoConfig,
     ArpoRecipe,
@@ -125,6 +126,14 @@ def test_draws_are_uniform_and_of_the_task():
     assert all(440 <= count <= 560 for count in counts[2:6]), "500 each, three standard deviations are 58"
     assert all(age == 6 - record["number"] for record, age in drawn)
     assert buffer.draw("c", 6, generator) is None
+
+
+def test_what_the_last_draw_of_a_step_is_does_not_depend_on_the_process(monkeypatch):
+    """This process has a success of the first draw alone; another one, without a usable task then, of the second."""
+    buffer, fresh = ReplayBuffer(ReplayConfig()), [((0, 3), ("a", {"number": 0}))]
+    monkeypatch.setattr(arpo, "from_all", lambda mine: [mine, 1])
+    buffer.push_all(fresh, step=0)
+    assert (len(buffer), fresh) == (0, [])
 
 
 def test_old_trajectories_are_not_drawn_and_go():

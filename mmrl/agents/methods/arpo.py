@@ -42,7 +42,7 @@ from mmrl.core.objectives.objective import PolicyOutputs
 from mmrl.core.rollouts import KEEPS_OLD, Rollouts
 from mmrl.fields import bounded, choice, rare
 from mmrl.training.objectives import ObjectiveConfig
-from mmrl.training.processes import Streams, merge_in_order
+from mmrl.training.processes import Streams, from_all, merge_in_order
 from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
@@ -127,8 +127,9 @@ class ReplayBuffer:
 
     def push_all(self, fresh: list[Fresh], step: int) -> None:
         """Store the trajectories of the last draw from all processes, in the order of their tasks in the step."""
-        # If the step drew its tasks more than once, the list also has the episodes of earlier draws.
-        last = max((draw for (draw, _), _ in fresh), default=0)
+        # If the step drew its tasks more than once, the list also has the episodes of earlier draws; a process may have
+        # none of the last one.
+        last = max(from_all(max((draw for (draw, _), _ in fresh), default=0)))
         for task, record in merge_in_order([entry for entry in fresh if entry[0][0] == last]):
             self.push(task, record, step)
         fresh.clear()
