@@ -1,5 +1,7 @@
 """Online preference optimisation: the pair of a question, opponents, the previous policy, refusals."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -84,6 +86,22 @@ def test_answers_of_an_opponent_come_second_and_are_the_references(tmp_path):
     assert (pairs.extras["chosen"].tolist(), pairs.reward.tolist()) == ([1.0, 0.0] * 2, [1.0, 0.0, 1.0, 1.0])
     assert pairs.mask.sum(1).tolist()[2:] == [0.0, 0.0], "a tie teaches nothing"
     assert recipe.noted == {"pairs/learnt": 0.5, "pairs/won": 0.0}
+
+
+def test_the_sharded_weights_of_an_opponent_are_gathered_while_it_samples(tmp_path, monkeypatch):
+    recipe = OnlinePreferenceRecipe(online(tmp_path, preset="xpo"))
+    gathered, sampled, score = [], [], recipe.start.score
+
+    @contextlib.contextmanager
+    def whole():
+        gathered.append(True)
+        yield
+        gathered.clear()
+
+    monkeypatch.setattr(recipe.start, "whole", whole)
+    monkeypatch.setattr(recipe.start, "score", lambda scorer: sampled.append(bool(gathered)) or score(scorer))
+    recipe.rollout(recipe.policy, recipe.train_tasks[:1], Streams(0), Step())
+    assert sampled == [True]
 
 
 def test_iterations_refresh_the_previous_policy_and_extrapolate_the_weights(tmp_path):
