@@ -220,7 +220,7 @@ def _spans(text: str) -> list[tuple[int, int]]:
 
 
 def _points_of(value: list[Any]) -> ParsedPoints:
-    """Read the points of a JSON list: objects, pairs, or one pair of numbers."""
+    """Read the points of a JSON list: objects, pairs, boxes of four numbers, or one pair or box."""
     if not value:
         return ParsedPoints(error="empty")
     if not any(isinstance(item, list | dict) for item in value):
@@ -244,7 +244,8 @@ def _points_of(value: list[Any]) -> ParsedPoints:
 def _numbers_of(item: Any) -> tuple[str, tuple[float, ...] | None]:
     """The key and the two or four numbers of an item; None if it has none."""
     if isinstance(item, list):
-        return "pairs", _numbers(item, 2)
+        # InternVL, GLM-V and UI-Venus write a box as four bare numbers
+        return "pairs", _numbers(item, 4 if len(item) == 4 else 2)
     if isinstance(item, dict):
         for key, count in KEYS.items():
             if key in item:
