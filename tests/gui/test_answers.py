@@ -73,9 +73,13 @@ def test_the_reference_rule_needs_its_think_block():
         ("[10, 20]", ((10, 20),), "pairs"),
         ("[[10, 20], [30.5, -4]]", ((10, 20), (30.5, -4)), "pairs"),
         ("click at [10, 20].", ((10, 20),), "pairs"),
+        ("[10, 20, 30, 50]", ((20, 35),), "pairs"),
+        ("<ref>save</ref><box>[[10, 20, 30, 50]]</box>", ((20, 35),), "pairs"),
+        ("<think>at [1, 2]</think><|begin_of_box|>[[10,20,30,50]]<|end_of_box|>", ((20, 35),), "pairs"),
         ("Action: click(start_box='(197,525)')", ((197, 525),), "start_box"),
         ("Action: click(start_box='<|box_start|>(197,525)<|box_end|>')", ((197, 525),), "start_box"),
-        ("Action: click(start_box='[0.25,0.125,0.75,0.375]')", ((0.5, 0.25),), "start_box"),
+        ("Action: click(start_box='[0.25,0.125,0.75,0.375]')", ((0.5, 0.25),), "pairs"),
+        ("Action: click(start_box='(0.25,0.125,0.75,0.375)')", ((0.5, 0.25),), "start_box"),
         ("Action: click(point='<point>510 150</point>')", ((510, 150),), "point"),
         ("<|object_ref_start|>save<|object_ref_end|><|box_start|>(576,12),(592,42)<|box_end|>", ((584, 27),), "box"),
         ("save(576,12),(592,42)", ((584, 27),), "box"),
@@ -200,3 +204,11 @@ def test_labels_stand_before_their_points():
         assert parse_answer(text, parser, no_think=True).points == ((125, 375), (875, 167))
     with pytest.raises(ValueError, match="zip"):
         answer_text([(1, 2)], CoordinateSpace.REL1000, [])
+
+
+@pytest.mark.parametrize(
+    "shape", ['{"box_2d": [100, 200, 300, 400]}', '[{"box_2d": [100, 200, 300, 400], "label": "x"}]']
+)
+def test_a_box_whose_y_comes_first_is_not_read_as_one_with_x_first(shape):
+    assert parse_answer(shape, "robust").error == "wrong_shape"
+    assert parse_answer("[100, 200, 300, 400]", "robust").points == ((200.0, 300.0),)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from PIL import Image
 from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.gui.grounding.coords import CoordinateSpace, Resize
-from mmrl.gui.grounding.grounding_tasks import GroundingSettings, check_held_out, grounding_task, prepare_tasks
+from mmrl.gui.grounding.grounding_tasks import (
+    GroundingSettings,
+    Screens,
+    check_held_out,
+    grounding_task,
+    prepare_tasks,
+)
+from mmrl.gui.grounding.rewards import AnswerRules
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks, load_tasks
 from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.vlm_policy import load_policy
@@ -44,6 +52,31 @@ def test_worked_answers_are_written_in_the_models_space():
         settings = GroundingSettings(family=family)
         task = grounding_task(screen(answers=[[150, 100]]), settings, settings.resize(ModelConfig(path="")))
         assert task.columns["completion"] == f'[{{"point_2d": {expected}}}]'
+
+
+@pytest.mark.parametrize(
+    ("columns", "message"),
+    [
+        ({"answers": [150, 100]}, r"answers is \[150, 100\]; expected a list of points"),
+        ({"answers": ["save"]}, r"answers is \['save'\]; expected a list of points"),
+        ({"answers": [[150, 100]], "labels": ["a", "b"]}, r"with labels \['a', 'b'\]; expected"),
+        ({"original_wh": [300]}, r"original_wh is \[300\]; expected \[width, height\]"),
+        ({"original_wh": {"w": 300, "h": 200}}, "original_wh is .*; expected"),
+    ],
+)
+def test_a_malformed_column_is_an_error_of_its_task(columns, message):
+    with pytest.raises(TaskError, match=message):
+        grounding_task(screen(**columns), GroundingSettings(), Resize(28))
+
+
+@pytest.mark.parametrize("model_wh", [(308, 196), (300, 200)])
+def test_an_answer_with_an_integer_beyond_floats_is_drawn_without_it(model_wh):
+    config = SimpleNamespace(grounding=GroundingSettings(), answer=AnswerRules(), model=ModelConfig())
+    needs = {"bbox": [30, 20, 90, 60], "original_wh": (300, 200), "model_wh": model_wh}
+    task = screen(grounding=needs)
+    far, near = f'{{"point_2d": [{"9" * 400}, 20]}}', '{"point_2d": [40, 30]}'
+    drawn = [Screens(config).draw(task, f"[{', '.join(items)}]", False) for items in ([far, near], [near], [])]
+    assert len({image.tobytes() for image in drawn}) == 3  # the second point keeps its rank
 
 
 def test_a_think_block_is_requested_in_the_system_turn():

@@ -39,6 +39,7 @@ from mmrl.training.evaluation import Evaluation, Measure, Row, Trial, evaluate_t
 from mmrl.training.recipe import Step
 from mmrl.training.settings import PRECISIONS
 from mmrl.vlm.data.task import TaskError, VlmTask, with_start
+from mmrl.vlm.engine.model_loading import limits_area
 from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from mmrl.vlm.model.model_config import ModelConfig
@@ -437,13 +438,15 @@ class GroundingEvaluation:
         return found
 
     def _make_resize(self) -> Resize:
-        """The one resize, and a processor that leaves its result as it is."""
+        """The one resize, and a processor that leaves its result as it is where it bounds areas."""
         layout, model = self.policy.layout, self.config.model
         factor = layout.patch_size * layout.merge_size
         shrink_to = self.config.visual_tokens * factor**2 or None
         low, high = model.min_pixels or MIN_TOKENS * factor**2, model.max_pixels or MAX_TOKENS * factor**2
-        # the processor would otherwise resize what has been resized here already
-        self.policy.processor.image_processor.size = {"shortest_edge": low, "longest_edge": high}
+        images = self.policy.processor.image_processor
+        if limits_area(images):
+            # the processor would otherwise resize what has been resized here already
+            images.size = {"shortest_edge": low, "longest_edge": high}
         return Resize(factor, low, high, shrink_to)
 
     def _setting(self, split: str) -> dict[str, Any]:

@@ -375,7 +375,8 @@ def _read_plain(cells: Cells) -> list[SourceRow]:
     """Columns image, instruction, and bbox or point; optional action and input_text."""
     key = next((key for key in IMAGE_COLUMNS if cells.get(key) is not None), "image")
     action = cells.get("action")
-    none = isinstance(action, str) and action != CLICK and cells.get("bbox") is None and cells.get("point") is None
+    is_step = isinstance(action, str) and action.lower() != CLICK
+    none = is_step and cells.get("bbox") is None and cells.get("point") is None
     columns = _others(cells, (*IMAGE_COLUMNS, "bbox", "point", "action", "input_text"))
     columns |= {name: cells[name] for name in ("action", "input_text") if cells.get(name) is not None}
     size = size_cell(cells, "img_size") or size_cell(cells, "original_wh")
@@ -397,9 +398,10 @@ def _numbers(cells: Cells, name: str, counts: Sequence[int] = (2, 4)) -> tuple[f
 
 
 def _others(cells: Cells, used: Sequence[str]) -> dict[str, Any]:
-    """Columns that are kept: plain data under names that conversion does not write."""
-    kept = {name: value for name, value in cells.items() if name not in (*used, *OWN_COLUMNS) and _is_plain(value)}
-    return kept | ({"source_id": cells["id"]} if _is_plain(cells.get("id")) else {})
+    """Columns that are kept: plain data under names that mean nothing to training."""
+    left_out = {*used, *OWN_COLUMNS} - {"id"}
+    kept = {name: value for name, value in cells.items() if name not in left_out and _is_plain(value)}
+    return {f"source_{name}" if name in READ_COLUMNS else name: value for name, value in kept.items()}
 
 
 def _is_plain(value: Any) -> bool:
@@ -413,6 +415,9 @@ def _shown(size: Size) -> str:
 
 
 IMAGE_COLUMNS = ("image", "img_filename", "img_url", "image_path")
+CHAT_COLUMNS = ("prompt", "problem", "question", "messages", "conversations")
+READ_COLUMNS = ("id", "answers", *CHAT_COLUMNS, "images", "videos", "video")
+"""Columns that training reads besides those written here, so that those of a source get another name."""
 UNITS = {None: "pixels of the image", 1: "fractions of the image's sides", 1000: "thousandths of the image's sides"}
 
 SOURCES: dict[str, Source] = {

@@ -191,7 +191,10 @@ def _robust(text: str, no_think: bool) -> ParsedPoints:
         value = _json(answer[start : end + 1])
         if value is not NOTHING:
             # a single object is a list of one
-            found = _points_of(value if isinstance(value, list) else [value])
+            items = value if isinstance(value, list) else [value]
+            if any(isinstance(item, dict) and Y_FIRST in item for item in items):
+                return ParsedPoints(error="wrong_shape")
+            found = _points_of(items)
             if found.ok:
                 return found
             # the first error is kept: it belongs to what the model most likely meant as its answer
@@ -220,7 +223,7 @@ def _spans(text: str) -> list[tuple[int, int]]:
 
 
 def _points_of(value: list[Any]) -> ParsedPoints:
-    """Read the points of a JSON list: objects, pairs, or one pair of numbers."""
+    """Read the points of a JSON list: objects, pairs, boxes of four numbers, or one pair or box."""
     if not value:
         return ParsedPoints(error="empty")
     if not any(isinstance(item, list | dict) for item in value):
@@ -244,7 +247,8 @@ def _points_of(value: list[Any]) -> ParsedPoints:
 def _numbers_of(item: Any) -> tuple[str, tuple[float, ...] | None]:
     """The key and the two or four numbers of an item; None if it has none."""
     if isinstance(item, list):
-        return "pairs", _numbers(item, 2)
+        # InternVL, GLM-V and UI-Venus write a box as four bare numbers
+        return "pairs", _numbers(item, 4 if len(item) == 4 else 2)
     if isinstance(item, dict):
         for key, count in KEYS.items():
             if key in item:
@@ -265,6 +269,8 @@ def _numbers(value: Any, count: int) -> tuple[float, ...] | None:
 
 KEYS = {"point_2d": 2, "coordinate": 2, "bbox_2d": 4}
 """Object keys that contain a point or a box, and their number of values."""
+Y_FIRST = "box_2d"
+"""Key of Gemini's and Gemma's boxes, whose y comes first. Its numbers alone would be read as a box with x first."""
 
 GAP = r"\s{0,4}"
 NUMBER = r"([-+]?\d{1,9}(?:\.\d{1,9})?)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,8 @@ from mmrl.gui.grounding.samples import (
     Spot,
     draw_answer,
     image_size,
+    is_drawable,
+    point_of,
     sample_row,
     target_of,
 )
@@ -127,7 +130,7 @@ def sample_of(task: VlmTask) -> GroundingSample:
         raise TaskError(
             "bad_target", task.id, f"the point [{x:g}, {y:g}] is outside the image of {_shown(size)} pixels"
         )
-    if isinstance(target, NoTarget) and task.columns.get("action") == CLICK:
+    if isinstance(target, NoTarget) and str(task.columns.get("action")).lower() == CLICK:
         raise TaskError("bad_target", task.id, "the action is click, which needs a target, but no_target is set")
     return GroundingSample(image, size, "".join(texts).strip(), target, meta={"id": task.id, **meta})
 
@@ -138,22 +141,35 @@ def _shown(size: Size) -> str:
 
 def _size(task: VlmTask) -> Size:
     """The size of the image, by its header where it is a file; one that the column gives has to agree with it."""
-    given, source = task.columns.get("original_wh"), task.images[0]
+    given, source = _given_size(task), task.images[0]
     if isinstance(source, str) and not source.startswith("data:"):
         try:
             size = image_size(Path(source))
         except Exception as error:  # Pillow raises OSError, ValueError, SyntaxError, DecompressionBombError, ...
             raise TaskError("unreadable_image", task.id, f"cannot read {source}: {error}") from None
     elif given is not None:  # not decoded here
-        size = (int(given[0]), int(given[1]))
+        size = given
     else:
         # only decoded where nothing else says the size
         size = open_image(source, task.id, max_pixels=task.max_image_pixels).size
-    if given is not None and (int(given[0]), int(given[1])) != size:
-        swapped = " (the sides are swapped: width comes first)" if (int(given[1]), int(given[0])) == size else ""
+    if given is not None and given != size:
+        swapped = " (the sides are swapped: width comes first)" if given[::-1] == size else ""
         message = f"original_wh is {_shown(given)}, but the image has {_shown(size)} pixels{swapped}"
         raise TaskError("wrong_size", task.id, message)
     return size
+
+
+def _given_size(task: VlmTask) -> Size | None:
+    """The column `original_wh`; None without one."""
+    given = task.columns.get("original_wh")
+    if given is None:
+        return None
+    try:
+        width, height = map(int, given)
+    except (TypeError, ValueError):
+        message = f"original_wh is {given!r:.60}; expected [width, height] in pixels"
+        raise TaskError("wrong_size", task.id, message) from None
+    return width, height
 
 
 def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -> VlmTask:
@@ -172,16 +188,25 @@ def grounding_task(task: VlmTask, settings: GroundingSettings, resize: Resize) -
         "no_think": not settings.think,
     }
     columns = dict(task.columns) | {"grounding": needs}
-    answers = task.columns.get("answers")
-    if answers is not None:
-        # given answers are in pixels of the image, as its boxes are
-        points = [sample.from_original(tuple(point), settings.point_space) for point in answers]
-        columns["completion"] = answer_text(points, settings.point_space, task.columns.get("labels"))
+    if task.columns.get("answers") is not None:
+        columns["completion"] = _worked_answer(task, sample, settings)
     content = [{"type": "image"}, {"type": "text", "text": _question(sample, settings)}]
     messages = [*_system(task, settings), {"role": "user", "content": content}]
     # the processor then has to report the size at which the model sees the image
     in_pixels = settings.point_space is CoordinateSpace.ABS_RESIZED
     return replace(task, messages=messages, columns=columns, image_wh=[sample.model_wh], points_in_pixels=in_pixels)
+
+
+def _worked_answer(task: VlmTask, sample: GroundingSample, settings: GroundingSettings) -> str:
+    """The given answers, which are in pixels of the image as its boxes are, in the model's space."""
+    answers, labels = task.columns["answers"], task.columns.get("labels")
+    try:
+        points = [sample.from_original(point_of(point), settings.point_space) for point in answers]
+        return answer_text(points, settings.point_space, labels)
+    except (TypeError, ValueError):
+        found = f"{answers!r:.60}" + ("" if labels is None else f" with labels {labels!r:.60}")
+        message = f"answers is {found}; expected a list of points [[x, y], ...], with one label each if there are any"
+        raise TaskError("bad_target", task.id, message) from None
 
 
 def _question(sample: GroundingSample, settings: GroundingSettings) -> str:
@@ -379,7 +404,9 @@ class Screens(Questions):
             parsed = parse_answer(text, self.rules.parser, no_think=without_think(text, settings.think))
             # the reference parser lets anything through
             pairs = [pair for pair in parsed.points if all(isinstance(number, int | float) for number in pair)]
-        points = [sample.to_original((x, y), settings.point_space) for x, y in pairs]
+        # one that cannot be drawn keeps its place, as the others are marked with their ranks
+        shown = [pair if is_drawable(pair) else (math.nan, math.nan) for pair in pairs]
+        points = [sample.to_original((x, y), settings.point_space) for x, y in shown]
         return draw_answer(sample.load_image(), sample.target, points, right)
 
 

@@ -186,7 +186,7 @@ def target_of(row: Mapping[str, Any]) -> Target:
     if given[0] == "boxes":
         return AnyOf(tuple(_box(box) for box in value))
     if given[0] == "polygon":
-        return Polygon(tuple(_pair(point) for point in value))
+        return Polygon(tuple(point_of(point) for point in value))
     if given[0] == "point":
         return _spot(value, row.get("radius"))
     return Refusal() if given[0] == "refusal" else NoTarget()
@@ -278,7 +278,8 @@ def _box(value: Any) -> Box:
     return Box(*_numbers(value, 4, "a box needs 4 finite numbers [x1, y1, x2, y2]"))
 
 
-def _pair(value: Any) -> Point:
+def point_of(value: Any) -> Point:
+    """Two finite numbers of a row, such as a corner; raises ValueError."""
     x, y = _numbers(value, 2, "a corner needs 2 finite numbers [x, y]")
     return x, y
 
@@ -315,6 +316,8 @@ CIRCLE = 32
 """Corners of the outline of a spot."""
 LEAST_OUTLINE = 4.0
 """Least radius in pixels at which a spot is drawn."""
+FARTHEST = 1e15
+"""Coordinates beyond this are not drawn."""
 MARK = 0.02
 """Radius of a point's mark as a fraction of the image's longer side."""
 
@@ -340,9 +343,14 @@ def draw_answer(image: Image.Image, target: Target, points: Sequence[Point], hit
         draw.line([*scaled, scaled[0]], fill=TARGET_COLOUR, width=line)
     colour = HIT_COLOUR if hit else MISS_COLOUR
     for rank, (x, y) in reversed(list(enumerate(points, start=1))):
-        if math.isfinite(x) and math.isfinite(y):
+        if is_drawable((x, y)):
             _draw_point(draw, (x * scale, y * scale), size, colour, rank)
     return drawing
+
+
+def is_drawable(point: Sequence[float]) -> bool:
+    """Whether a point has a place; not NaN, infinities, or integers beyond the largest float."""
+    return all(abs(number) < FARTHEST for number in point)
 
 
 def _outlines(target: Target) -> list[list[Point]]:

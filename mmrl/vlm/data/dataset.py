@@ -29,7 +29,7 @@ from mmrl.hub.images import image_pixels_option
 from mmrl.hub.tables import BAD_ROWS, DataRow, LoadedRows, RowsConfig, built_path, rows
 from mmrl.training.evaluation import parts_of_tasks
 from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer, split_conversation
-from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask
+from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, holds_images
 
 MakeRow = Callable[[], tuple[Image.Image, dict[str, Any]]]
 """Function that draws the image and the other columns of the next row."""
@@ -203,16 +203,31 @@ def _find_layout(config: DataConfig, good: list[DataRow]) -> _Layout:
     image = _find_key(config.image_key, IMAGE_KEYS, columns, "image_key")
     if config.image_key is None and all(key in columns for key in IMAGE_KEYS):
         raise UserError(f"{config.path} has both an image and an images column; set data.image_key to one")
+    video = _find_key(config.video_key, VIDEO_KEYS, columns, "video_key")
+    marked = any(has_marks(row.cells.get(prompt)) for row in good)
+    if image is None and video is None and not marked and config.text_only is None:
+        _check_unread(config, good, [name for name in columns if name not in (prompt, answer)])
     return _Layout(
         columns=columns,
         prompt=prompt,
         answer=answer,
         image=image,
-        video=_find_key(config.video_key, VIDEO_KEYS, columns, "video_key"),
-        marked=any(has_marks(row.cells.get(prompt)) for row in good),
+        video=video,
+        marked=marked,
         folder=_media_folder(config),
         render=make_renderer(config.format_prompt),
     )
+
+
+def _check_unread(config: DataConfig, good: Sequence[DataRow], columns: Sequence[str]) -> None:
+    """Refuse questions without images if there are columns of images under other names, such as MMMU's image_1."""
+    first = {name: next((row.cells[name] for row in good if row.cells.get(name) is not None), None) for name in columns}
+    unread = [name for name, cell in first.items() if holds_images(cell)]
+    if unread:
+        raise UserError(
+            f"{config.path} has images in {', '.join(unread)}, which nothing reads; set data.image_key to the column "
+            "with the images (several are one list), or data.text_only=true to ask without them"
+        )
 
 
 def _find_key(wanted: str | None, candidates: tuple[str, ...], columns: list[str], option: str) -> str | None:

@@ -433,6 +433,11 @@ def _are_frames(items: Sequence[Any]) -> bool:
     return bool(items) and all(_is_frame(item) for item in items)
 
 
+def holds_images(cell: Any) -> bool:
+    """Whether a cell of a table is an image or a list of images, by its kind or by the name of its file."""
+    return _are_frames(cell if isinstance(cell, list | tuple) else [cell])
+
+
 def _is_frame(value: Any) -> bool:
     if isinstance(value, str):
         # a name of an image file, since any text may be a path

@@ -18,8 +18,17 @@ from mmrl.vlm.model.network import add_adapter, freeze_parts
 LOGGER = logging.getLogger("mmrl")
 
 
+EDGES = {"shortest_edge", "longest_edge"}
 LONGEST_EDGE = 16_384
 """A `longest_edge` up to this is a side in pixels, a larger one an area."""
+
+
+def limits_area(image_processor: Any) -> bool:
+    """Whether an image processor bounds the area of images, in pixels, instead of their sides."""
+    size = dict(getattr(image_processor, "size", None) or {})
+    usual = dict(getattr(type(image_processor), "size", None) or size)
+    # some use the same names for sides, such as Idefics2 with 980
+    return set(size) == EDGES and bool(usual.get("longest_edge", 0) > LONGEST_EDGE)
 
 
 def set_pixels(processor: Any, config: ModelConfig) -> None:
@@ -29,16 +38,11 @@ def set_pixels(processor: Any, config: ModelConfig) -> None:
     if processor.image_processor is None:
         raise UserError("model.min_pixels and model.max_pixels only apply to models that read images")
     size = dict(getattr(processor.image_processor, "size", None) or {})
-    if set(size) != {"shortest_edge", "longest_edge"}:
+    if not limits_area(processor.image_processor):
+        limited = "limits the image sides" if set(size) == EDGES else "does not limit the area"
         raise UserError(
-            "model.min_pixels and model.max_pixels are areas, but this processor does not limit the area: its size "
-            f"is {size or 'not set'}; change it in preprocessor_config.json, or remove the options"
-        )
-    usual = dict(getattr(type(processor.image_processor), "size", None) or size)
-    if usual.get("longest_edge", 0) <= LONGEST_EDGE:  # some use the same names for sides, such as Idefics2 with 980
-        raise UserError(
-            "model.min_pixels and model.max_pixels are areas, but this processor limits the image sides: its size is "
-            f"{size}; change it in preprocessor_config.json, or remove the options"
+            f"model.min_pixels and model.max_pixels are areas, but this processor {limited}: its size is "
+            f"{size or 'not set'}; change it in preprocessor_config.json, or remove the options"
         )
     if config.min_pixels is not None:
         size["shortest_edge"] = config.min_pixels

@@ -11,8 +11,9 @@ from PIL import Image
 from mmrl.cli import main
 from mmrl.errors import UserError
 from mmrl.gui.benchmarks.benchmark_copies import validate
-from mmrl.gui.benchmarks.convert import SOURCES, convert
+from mmrl.gui.benchmarks.convert import OWN_COLUMNS, READ_COLUMNS, SOURCES, convert
 from mmrl.gui.benchmarks.convert_command import KINDS
+from mmrl.vlm.data.dataset import CHAT_KEYS, IMAGE_KEYS, PROMPT_KEYS, VIDEO_KEYS, DataConfig, load_tasks
 
 SIZE = (1600, 800)
 
@@ -63,6 +64,20 @@ def test_points_and_their_radius(folder, source, point):
     (row,), _ = written(folder, source, [click(point=point)], radius=0.1)
     assert row["point"] == [400, 400]
     assert row["radius"] == pytest.approx(0.1 * (1600**2 + 800**2) ** 0.5, rel=1e-12)
+
+
+def test_no_column_of_the_source_takes_the_place_of_the_instruction(folder):
+    others = {"prompt": "P", "question": "Q", "images": ["b.png"], "answers": ["yes"], "kind": "icon"}
+    ((row,), _) = written(folder, "rel1", [click(bbox=[0.25, 0.5, 0.5, 0.625], **others)])
+    assert (row["source_prompt"], row["source_answers"], row["kind"]) == ("P", ["yes"], "icon")
+    (task,) = load_tasks(DataConfig(path=str(folder / "rows" / "out.jsonl"))).tasks
+    assert task.messages[-1]["content"][-1]["text"] == "Save"
+    assert {*PROMPT_KEYS, *CHAT_KEYS, *IMAGE_KEYS, *VIDEO_KEYS} <= {*READ_COLUMNS, *OWN_COLUMNS}
+
+
+def test_a_click_in_capitals_needs_a_place(folder):
+    with pytest.raises(UserError, match="no column point"):
+        written(folder, "rel1", [click(action="CLICK")])
 
 
 def test_gui_r1_as_published(folder):

@@ -11,13 +11,16 @@ from PIL import Image
 from mmrl.cli import main
 from mmrl.config import load_run
 from mmrl.errors import UserError
+from mmrl.gui.benchmarks.benchmark_recipe import GroundingEvaluation
 from mmrl.gui.benchmarks.benchmark_table import BENCHMARKS
 from mmrl.gui.benchmarks.prompts import PRESETS, BenchmarkPrompt, begin_answer
 from mmrl.gui.grounding.grounding_tasks import GroundingSettings
 from mmrl.recipes import RECIPES
 from mmrl.training.run import evaluate, train
 from mmrl.vlm.methods.sft import SftConfig
+from mmrl.vlm.model.processor import load_processor
 from mmrl.vlm.toy.tiny import build_tiny_vlm
+from mmrl.vlm.toy.tiny_generic import build_tiny
 from tests.gui.benchmarks.copies import BOXES, COPIES, HEIGHT, WIDTH, write_json
 from tests.vlm.builders import CORPUS
 from tests.vlm.runs import run_config
@@ -106,6 +109,15 @@ def test_thousandths_are_read_as_thousandths(tmp_path, models):
     options = {"prompt.preset": "rel1000", "prompt.prefix": "[[94, 150]]"}  # (30.08, 30) of 320 x 200
     metrics = run(tmp_path, models["qwen3_vl"], "screenspot_v2", **options)
     assert metrics["screenspot_v2/accuracy/first"] == pytest.approx(1 / 5)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "smolvlm"])
+def test_a_processor_that_fixes_the_sides_of_images_keeps_its_size(family, tmp_path):
+    folder = build_tiny(tmp_path / family, family=family, corpus=CORPUS)
+    size = dict(load_processor(str(folder)).image_processor.size)
+    options = {"prompt.preset": "rel1000", "eval_data.screenspot_v2.max_samples": 1}
+    _, config = load_run(configured(tmp_path, folder, "screenspot_v2", **options))
+    assert dict(GroundingEvaluation(config).policy.processor.image_processor.size) == size
 
 
 def test_points_in_another_space_are_warned_of(tmp_path, models, caplog):

@@ -46,6 +46,18 @@ def score(tasks, *rewards, functions=None, text="\\boxed{5}"):
         return score_texts(terms, TrainerState(7, 9), tasks, [text] * count, [[1, 2]] * count)
 
 
+def test_images_in_columns_that_nothing_reads_are_refused(tmp_path):
+    """MMMU's image_1, and the decoded_image of several others: the questions would be asked without them."""
+    mmmu = {"question": ["<image 1> What is x?"] * 2, "answer": ["B"] * 2, "options": ["['1', '2']"] * 2}
+    with pytest.raises(UserError, match=r"has images in image_1, which nothing reads; set data.image_key"):
+        load_table(tmp_path, **mmmu, image_1=[png()] * 2, image_2=[None] * 2)
+    file = {"question": "What is x?", "img": "a.png", "answer": "b.png"}
+    with pytest.raises(UserError, match="has images in img, which nothing reads"):
+        load(tmp_path, file)
+    assert not load(tmp_path, file, text_only=True)[0].images
+    assert not load(tmp_path, {"question": "Open a.png", "answer": "b.png", "note": "see a.png."})[0].images
+
+
 @pytest.mark.parametrize("as_text", [False, True])
 def test_tools_of_a_row_reach_its_question(tmp_path, as_text):
     weather = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
