@@ -196,7 +196,7 @@ OWN = (
         "RLIF",
         ("robot_rlif",),
         ("reinforcement learning via intervention feedback",),
-        lacking="interventions by a person: a script takes over",
+        lacking="sessions with a keyboard or gamepad: a script or the environment takes over",
     ),
     Paper("RLPD", ("robot_rlpd",), ("reinforcement learning with prior data",)),
     Paper("RPO", ("rpo",)),

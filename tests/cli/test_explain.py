@@ -110,7 +110,7 @@ def run_alone(code):
 
 @pytest.mark.parametrize(
     "commands",
-    [[["list"], ["list", "--json"], ["list", "--markdown"]], [["explain", name] for name in (*ROWS, "lspo", "sac")]],
+    [[["list"], ["list", "--json"], ["list", "--markdown"]], [["explain", name] for name in (*ROWS, "lspo", "pmoe")]],
     ids=["list", "explain"],
 )
 def test_printing_a_row_loads_neither_torch_nor_a_room(commands):
