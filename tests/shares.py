@@ -1,4 +1,4 @@
-"""What processes compute from each other's items, one process after the other in this one."""
+"""Code that merges items of several processes, run for one rank after the other in a single process."""
 
 import contextlib
 from collections.abc import Callable

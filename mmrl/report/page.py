@@ -196,7 +196,7 @@ def _other_protocols(runs: Sequence[RunFolder], tone: str) -> list[tuple[float, 
 
 
 def _worse(runs: Sequence[RunFolder]) -> tuple[list[tuple[float, str]], int]:
-    """Groups of tasks and scores whose change is below 0 with its whole interval, and how many groups there are."""
+    """Groups of tasks and scores whose change is below 0 with its whole interval, and how many groups have a change."""
     lost = _other_protocols(runs, "bad")
     count = 0
     judged = {heading for heading, _ in SCORE_GROUPS[:-1]} | {"other scores"}
@@ -204,7 +204,8 @@ def _worse(runs: Sequence[RunFolder]) -> tuple[list[tuple[float, str]], int]:
         for group in table["groups"]:
             column = group["heading"].removeprefix("by ")
             part = column != group["heading"]
-            count += part * len(group["rows"])
+            # after a single evaluation there is no change to judge
+            count += part * sum(bool((row["cells"][-1] or {}).get("change")) for row in group["rows"])
             for row in group["rows"] if part or column in judged else ():
                 cell = row["cells"][-1] or {}
                 if cell.get("tone") == "bad":

@@ -124,9 +124,11 @@ def _open_judge(success: SuccessConfig) -> SuccessJudge:
 def _open_judged(config: SimConfig, judge: SuccessJudge, success: SuccessConfig) -> RobotSim:
     shown = config
     if not config.image_size:
-        first, *others = success.cameras or judge.cameras
-        camera = "" if config.kind in WITHOUT_CAMERAS else first
-        shown = replace(config, image_size=judge.image_size[0], camera=camera, views=others)
+        shown = replace(config, image_size=judge.image_size[0])
+        # others have a camera of their own, which is the first, so that only their user knows the views
+        if config.kind not in WITHOUT_CAMERAS:
+            first, *others = success.cameras or judge.cameras
+            shown = replace(shown, camera=first, views=others)
     # an empty key: the environment does not report success
     silent = config.kind == "gymnasium" and config.options.get("adapter", {}).get("success_key") == ""
     sim = open_sim(past_success(shown))

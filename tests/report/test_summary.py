@@ -85,6 +85,15 @@ def test_groups_that_lost_nothing_are_counted(tmp_path):
     assert outcome([run])[1] == "None of the 2 groups of tasks became clearly worse."
 
 
+def test_groups_that_were_evaluated_once_did_not_change(tmp_path):
+    make_run(tmp_path, [0.0] * 20, [1.0] * 20, ["a", "b"] * 10)
+    file = tmp_path / "evaluations.jsonl"
+    file.write_text(file.read_text().splitlines(keepends=True)[-1])
+    said = outcome([read_run(tmp_path)])
+    assert said
+    assert "groups of tasks" not in " ".join(said)
+
+
 def test_a_run_under_way_says_so_far_and_an_empty_one_nothing(tmp_path):
     run = make_run(tmp_path / "a", [0.0] * 20, [1.0] * 20, ["a", "b"] * 10, result=None)
     assert outcome([run])[0].startswith("So far training raised")

@@ -94,7 +94,7 @@ def test_a_process_whose_rewards_all_fail_does_not_end_a_run_in_which_others_hav
 
 
 def test_a_stage_sees_rows_that_no_reward_could_score():
-    """What it adds must not be missing in the rows of a process whose rewards all failed."""
+    """Its columns must also be in the rows of a process whose rewards all failed."""
     rows = Rollouts(torch.zeros(1, dtype=torch.int64), torch.ones(1, 1), torch.zeros(1, 1), torch.full((1,), NAN))
 
     def fails(rollouts, step):

@@ -238,8 +238,8 @@ class Advantage(Block):
     """Turns the rewards of all rows of a rollout step into advantages."""
 
     compares: ClassVar[str] = "rewards"
-    """What a row's advantage depends on in the other rows of its group, including rows that are not trained: "rewards";
-    "decisions", their number or their rewards as well; or "scores", log-probabilities or entropies as well."""
+    """Which data of the other rows of its group, untrained ones included, a row's advantage uses: "rewards";
+    "decisions", also the number or the rewards of decisions; or "scores", also log-probabilities or entropies."""
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """Advantages (B, T), 0 if nothing is trained, without gradient."""

@@ -263,7 +263,7 @@ class Objective:
 
     @property
     def compares(self) -> str:
-        """What advantages depend on in rows that are not trained; see `Advantage.compares`."""
+        """Which data of the untrained rows of a group the advantages use; see `Advantage.compares`."""
         return "scores" if self.kl_in_reward and "samples" in self.advantage.needs else self.advantage.compares
 
     @property

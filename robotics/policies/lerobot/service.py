@@ -541,7 +541,7 @@ def _classifier(kind: Any, folder: str, config: Any, trust_remote_code: bool) ->
         )
     load = transformers.AutoModel.from_pretrained
 
-    # lerobot lets the encoder run code of its own in any case
+    # lerobot itself always passes trust_remote_code=True
     def limited(name: str, **options: Any) -> Any:
         return load(name, **options | {"trust_remote_code": trust_remote_code})
 

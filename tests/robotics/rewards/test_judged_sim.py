@@ -131,6 +131,23 @@ def test_what_the_classifier_cannot_see_is_named():
         JudgedSim(LastingLine(), always(0.5, texts=["go right"]))
 
 
+def test_the_views_of_an_environment_with_a_camera_of_its_own_stay(tmp_path, monkeypatch):
+    opened = []
+
+    def opening(config):
+        opened.append(config)
+        sim = LastingLine(views=config.views)
+        sim.camera = "front"
+        return sim
+
+    monkeypatch.setattr("robotics.rewards.judged_sim.open_sim", opening)
+    always(0.5, camera="wrist").save_pretrained(tmp_path / "judge")
+    success = SuccessConfig(str(tmp_path / "judge"))
+    sim = open_run_sim(SimConfig("gymnasium", env="a:b", image_size=0, views=["wrist"]), success)
+    assert (opened[0].views, opened[0].image_size) == (["wrist"], 32)
+    assert sim._pictures == [1]
+
+
 def test_the_options_of_simulators_that_end_at_success():
     assert past_success(SimConfig()).options == {"end_at_success": False}
     gym = SimConfig(kind="gymnasium", env="a:b", options={"settings": {"renderer": "egl"}, "x": 1})
