@@ -70,6 +70,7 @@ NO_NUMBERS = {
     "inputs",
     "relative",
     "because",
+    "settings",
     "changes",
     "options",
     "case",

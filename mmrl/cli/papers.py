@@ -244,19 +244,6 @@ PAPERS = tuple(sorted((*OWN, *OF_CONTRIB), key=_sort_key))
 """Papers that rows, recipes or functions implement, by name."""
 OMITTED = (
     Omitted(
-        "PMOE",
-        "a mixture of Gaussians as the policy of SAC or PPO",
-        "not in this release",
-        ("probabilistic mixture-of-experts",),
-    ),
-    Omitted("BESO", "goal-conditioned behaviour by score-based diffusion", "not in this release"),
-    Omitted(
-        "PROPS",
-        "on-policy data by correcting the sampling policy",
-        "not in this release",
-        ("proximal robust on-policy sampling",),
-    ),
-    Omitted(
         "ARSQ",
         "value-based control in discretised actions",
         "learns a value function for states of control benchmarks, not a policy over sequences",

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from mmrl.entries import RecipeEntry
+from mmrl.entries import Paper, RecipeEntry
 
 RECIPES = (
+    RecipeEntry(
+        "props",
+        "robotics.contrib.props:PropsRecipe:PropsConfig",
+        "PPO whose episodes are sampled in waves, each corrected for what the step has sampled too often (PROPS)",
+        "Corrado and Hanna, PROPS, arXiv 2311.08290; NicholasCorrado/PROPS",
+    ),
     RecipeEntry(
         "tgpo",
         "robotics.contrib.tgpo:TgpoRecipe:TgpoConfig",
@@ -13,3 +19,27 @@ RECIPES = (
     ),
 )
 EXTENDS = "robotics"
+PAPERS = (
+    Paper(
+        "BESO",
+        code="robotics.contrib.beso:BesoPolicy",
+        source="Reuss et al., BESO, arXiv 2304.02532; intuitive-robots/beso",
+        page="robot_policies.md#beso",
+        names=("goal-conditioned imitation with score-based diffusion",),
+        lacking="goals that are later observations of play data, and its transformer over past observations",
+    ),
+    Paper(
+        "PMOE",
+        code="robotics.contrib.pmoe:MixtureActionPolicy",
+        source="Ren et al., PMOE, arXiv 2104.09122; quantumiracle/Popular-RL-Algorithms",
+        page="offpolicy.md#pmoe",
+        names=("probabilistic mixture-of-experts",),
+        lacking="PPO with a mixture",
+    ),
+    Paper(
+        "PROPS",
+        ("props",),
+        ("proximal robust on-policy sampling",),
+        lacking="batches of earlier steps in the update, and waves of single control steps",
+    ),
+)

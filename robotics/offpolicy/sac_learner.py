@@ -5,7 +5,7 @@
         metrics = learner.update(batch, torch.Generator().manual_seed(number))
 
 Methods built on it replace the batch (half of it from prior data), the settings (ten critics, two of them in a target)
-or the actor: anything with `draw(inputs, generator) -> actions (B, K, D), logp (B, K)`.
+or the actor, a `robotics.policies.squashed.CriticsPolicy`.
 
 Source: see `robotics.offpolicy.sac_losses`. Order of an update as in SAC's algorithm 1 and ikostrikov/rlpd: critics,
 targets, actor, temperature; the actor thus sees the new critics. Stable-Baselines3 updates the temperature first.
@@ -263,17 +263,21 @@ class SacLearner:
         return _numbers(found)
 
     def _update_actor(self, batch: TransitionBatch, generator: torch.Generator) -> dict[str, float]:
-        actions, each = self.actor.draw(self._inputs(batch.state, batch.task), generator)
-        logp = each.sum(1)
-        q = self.critics(self._critic_states(batch.full, batch.task), actions)
-        loss = actor_loss(q.mean(0) if self.settings.actor_values == "mean" else q.min(0).values, logp, self.alpha)
+        full = self._critic_states(batch.full, batch.task)
+
+        def judge(actions: Tensor) -> Tensor:
+            q = self.critics(full, actions)
+            return q.mean(0) if self.settings.actor_values == "mean" else q.min(0).values
+
+        q, logp, further = self.actor.propose(self._inputs(batch.state, batch.task), generator, judge)
+        loss = actor_loss(q, logp, self.alpha) + further
         cloned: dict[str, float] = {}
         weight = self.settings.demo_bc_after(self.updates)
         if weight and bool(batch.prior.any()):
             error, cloned = self._imitate(batch)
             loss = loss + weight * error
         self._step("actor", loss)
-        entries = actions[0].numel()
+        entries = batch.actions[0].numel()
         temperature = temperature_loss(self.log_alpha, logp, self.settings.temperature.target_entropy * entries)
         self._step("temperature", temperature)
         with torch.no_grad():

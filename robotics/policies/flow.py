@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -113,7 +114,7 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.encoder = ObservationEncoder(config.encoder, vocabulary, config.chunk)
-            self.velocity = _Velocity(config)
+            self.velocity = ChunkNetwork(config)
             self.noise = _Noise(config) if config.noise == "learned" else None
         # `divergence` assumes the same noise on both sides, and learned noise changes with the weights
         self.has_means = self.noise is None
@@ -261,16 +262,16 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         return to_device(draw_rows(torch.randn, size, generator), self.device)
 
 
-class _Velocity(nn.Module):
-    """Velocity of a noisy chunk: a residual network modulated by encoder outputs and time."""
+class ChunkNetwork(nn.Module):
+    """A residual network on a noisy chunk, modulated by encoder outputs and time."""
 
-    def __init__(self, config: FlowPolicyConfig) -> None:
+    def __init__(self, config: Any) -> None:
         super().__init__()
         numbers, hidden = config.chunk * config.action_size, config.hidden
         self.enter = nn.Linear(numbers, hidden)
         self.seen = nn.Linear(config.chunk * config.encoder.width, hidden)
         self.time = nn.Linear(2 * FREQUENCIES, hidden)
-        self.blocks = nn.ModuleList(_VelocityBlock(hidden) for _ in range(config.blocks))
+        self.blocks = nn.ModuleList(_Block(hidden) for _ in range(config.blocks))
         self.norm = nn.LayerNorm(hidden)
         self.leave = nn.Linear(hidden, numbers)
 
@@ -309,7 +310,7 @@ class _Noise(nn.Module):
         return (self.low + (self.high - self.low) * (self.layers(hidden).float().tanh() + 1) / 2).exp()
 
 
-class _VelocityBlock(nn.Module):
+class _Block(nn.Module):
     def __init__(self, hidden: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(hidden)

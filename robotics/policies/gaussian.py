@@ -110,7 +110,7 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
         # the inverse of the sigmoid in `gaussian`: the x at which sigma is `config.std`
         share = (math.log(config.std) - self._low) / self._span
         begin = self._span / 4 * math.log(share / (1 - share))
-        width, size = config.encoder.width, config.action_size
+        width, size = config.encoder.width, self.outputs
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.encoder: ObservationEncoder | StateEncoder = self.make_encoder()
@@ -122,6 +122,11 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
         nn.init.constant_(state_spread.bias, begin)
         by_state = config.std_per == "state"
         self.spread = state_spread if by_state else nn.Parameter(torch.full((size,), begin))
+
+    @property
+    def outputs(self) -> int:
+        """Means, and standard deviations, of a control step."""
+        return self.action_size
 
     def make_encoder(self) -> ObservationEncoder | StateEncoder:
         """The encoder of observations, (B, K, W); called once, when config and vocabulary are set."""
@@ -206,8 +211,11 @@ class GaussianActionPolicy(EncodedPolicy, ActionPolicy):
 
         Gradient: into all trainable weights.
         """
+        return self.gaussian_of(self.encoder(batch), temperature)
+
+    def gaussian_of(self, seen: Tensor, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+        """The same for outputs (B, K, W) of the encoder."""
         check_temperature(temperature)
-        seen = self.encoder(batch)
         with torch.autocast(seen.device.type, enabled=False):  # bfloat16 would round actions to steps of 1/256
             seen = seen.float()
             mean = self.mean(seen)

@@ -47,7 +47,7 @@ from robotics.policies.base.saved import (
     write_config,
     write_weights,
 )
-from robotics.policies.squashed import SquashedActionPolicy, SquashedPolicyConfig, score_squashed
+from robotics.policies.squashed import CriticsPolicy, SquashedActionPolicy, SquashedPolicyConfig, score_squashed
 from robotics.sim.interface import read_sizes
 
 BASE = "base"
@@ -87,7 +87,7 @@ class SteeredPolicyConfig(ImprovedConfig):
     """Whether all control steps of a chunk start from the same noise, as DSRL does with pi0."""
 
 
-class ImprovedPolicy(ActionPolicy):
+class ImprovedPolicy(CriticsPolicy, ActionPolicy):
     """A frozen policy and a head, which is a squashed Gaussian of what it reads; see the module.
 
     policy = ResidualPolicy.improve(base, ResidualPolicyConfig(1, 1, xi=0.2), state_size=10, instructions=["push"])

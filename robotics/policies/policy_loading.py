@@ -33,9 +33,11 @@ OPTIONS = {
     "small": "robotics.policies.small:SmallVlaConfig",
     "gaussian": "robotics.policies.gaussian:GaussianPolicyConfig",
     "squashed": "robotics.policies.squashed:SquashedPolicyConfig",
+    "mixture": "robotics.contrib.pmoe:MixturePolicyConfig",
     "residual": "robotics.policies.improved:ResidualPolicyConfig",
     "steered": "robotics.policies.improved:SteeredPolicyConfig",
     "flow": "robotics.policies.flow:FlowPolicyConfig",
+    "beso": "robotics.contrib.beso:BesoPolicyConfig",
     "vlm": "robotics.policies.vlm:VlmActionConfig",
     "lerobot": "robotics.policies.lerobot.gaussian:LeRobotPolicyConfig",
     "lerobot_flow": "robotics.policies.lerobot.flow:LeRobotFlowConfig",
@@ -50,7 +52,7 @@ RESCALED = (
     "wrap the environment so that its action space is a Box of -1..1 with the same meaning as in the policy's data; "
     "for normalised data, gymnasium.wrappers.RescaleAction does this"
 )
-ONE_CAMERA = ("small", "gaussian", "squashed", "flow", "vlm")
+ONE_CAMERA = ("small", "gaussian", "squashed", "mixture", "flow", "beso", "vlm")
 
 
 @dataclass
@@ -61,11 +63,12 @@ class ActionPolicyConfig:
     """Folder of a saved policy, or a run folder, e.g. of a cloning run (uses its best checkpoint). Default: a new
     policy."""
     kind: str = choice("small", lambda: OPTIONS, or_function=True)
-    """Kind of a new policy: small, gaussian, squashed (for robot_sac), residual and steered (a frozen policy with a
-    head, for robot_residual and robot_dsrl), flow, vlm, lerobot (a frozen LeRobot policy with a learned correction),
-    lerobot_flow (LeRobot's SmolVLA, pi0 or pi0.5 with a trainable action expert), openvla (an OpenVLA-OFT folder, with
-    action tokens or an action head), or module:function that returns an ActionPolicy or a module with act and
-    log_probs. With a path, only a custom function has an effect: it builds the module whose weights are loaded."""
+    """Kind of a new policy: small, gaussian, squashed or mixture (for robot_sac), residual or steered (a frozen policy
+    with a head, for robot_residual and robot_dsrl), flow, beso (imitation only), vlm, lerobot (a frozen LeRobot policy
+    with a learned correction), lerobot_flow (LeRobot's SmolVLA, pi0 or pi0.5 with a trainable action expert), openvla
+    (an OpenVLA-OFT folder, with action tokens or an action head), or module:function that returns an ActionPolicy or a
+    module with act and log_probs. With a path, only a custom function has an effect: it builds the module whose weights
+    are loaded."""
     chunk: int = bounded(8, at_least=1)
     """K, control steps that a new policy predicts at once; for openvla, the number it was trained with. Saved policies,
     LeRobot's and those with a frozen base keep their own."""
@@ -355,9 +358,11 @@ POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, int], ActionPolicy]]
     "small": _encoded,
     "gaussian": _encoded,
     "squashed": _encoded,
+    "mixture": _encoded,
     "residual": _improved,
     "steered": _improved,
     "flow": _encoded,
+    "beso": _encoded,
     "vlm": _vlm,
     "lerobot": _lerobot,
     "lerobot_flow": _lerobot_flow,

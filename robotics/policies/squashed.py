@@ -21,6 +21,8 @@ Source: SAC, arXiv 1801.01290, appendix C, and 1812.05905; exact term: tensorflo
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -55,7 +57,31 @@ class SquashedPolicyConfig(GaussianPolicyConfig):
     clipped to 1e-5 inside of -1 and 1, which have no density."""
 
 
-class SquashedActionPolicy(GaussianActionPolicy):
+class CriticsPolicy:
+    """What soft actor-critic asks of a policy."""
+
+    @abstractmethod
+    def draw(self, batch: PolicyInputs, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Draw what critics judge, (B, K, D), by reparametrisation, and its log-densities (B, K)."""
+
+    def propose(
+        self, batch: PolicyInputs, generator: torch.Generator, judge: Callable[[Tensor], Tensor]
+    ) -> tuple[Tensor, Tensor, Tensor | float]:
+        """Draw what the actor's loss compares.
+
+        Args:
+            batch: B rows.
+            generator: of the draw.
+            judge: values (B,) of drawn actions (B, K, D).
+
+        Returns:
+            Values (B,), log-densities (B,) and a further loss ().
+        """
+        actions, logp = self.draw(batch, generator)
+        return judge(actions), logp.sum(1), 0.0
+
+
+class SquashedActionPolicy(CriticsPolicy, GaussianActionPolicy):
     """Maps an observation to a chunk of K squashed Gaussian actions; a decision is a control step before its tanh.
 
     config = SquashedPolicyConfig(action_size=1, chunk=1, encoder=EncoderConfig(image_size=None, state_size=3))
