@@ -203,7 +203,7 @@ def test_names_that_several_papers_share_say_so():
     ):
         find_name("epo")
     assert "same name     direct_advantage (DAPO, direct advantage)" in explained("dapo")
-    assert "left out: not in this release" in explained("Probabilistic mixture-of-experts")
+    assert "left out: offline control benchmarks" in explained("Offline preference-guided policy optimization")
     assert find_name("REINFORCE++") == "reinforce_pp"
 
 
