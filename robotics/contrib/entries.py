@@ -19,6 +19,7 @@ RECIPES = (
     ),
 )
 EXTENDS = "robotics"
+METRICS = {"props/kl": "Divergence of the corrected sampling policy from the policy at the end of the last correction."}
 PAPERS = (
     Paper(
         "BESO",

@@ -145,7 +145,7 @@ class PropsRecipe(RobotPpoRecipe):
             parts = rollouts.minibatches(settings.minibatches, generator)
             return [part for part in parts if part.host.mask.any()]  # not those whose environments all failed
 
-        correct(weights, batches, lambda part: self._log_ratio(policy, part), settings)
+        self.noted["props/kl"] = correct(weights, batches, lambda part: self._log_ratio(policy, part), settings)
 
     def _log_ratio(self, policy: PolicyWithCritic, rollouts: Rollouts) -> Tensor:
         """(M,) log rho of the decisions that count."""
@@ -157,7 +157,7 @@ def correct(
     batches: Callable[[], Iterable[Part]],
     log_ratio: Callable[[Part], Tensor],
     settings: PropsSettings,
-) -> None:
+) -> float:
     """Move weights, in place, so that sampled decisions become less likely.
 
     Args:
@@ -166,9 +166,12 @@ def correct(
         log_ratio: log rho (M,) of the decisions of a minibatch under the present weights.
         settings: of the correction.
 
+    Returns:
+        The divergence of the last minibatch, see `moved`.
+
     Source: NicholasCorrado/PROPS ppo_discrete.py, props_update.
     """
-    optimizer = torch.optim.Adam(weights, settings.learning_rate, eps=1e-5)
+    optimizer, apart = torch.optim.Adam(weights, settings.learning_rate, eps=1e-5), 0.0
     for _ in range(settings.epochs):
         for batch in batches():
             with torch.enable_grad():
@@ -181,8 +184,10 @@ def correct(
             optimizer.step()
             optimizer.zero_grad()
             # of the weights before this update, as there
-            if settings.kl is not None and float(moved(ratio.detach())) > settings.kl:
-                return
+            apart = float(moved(ratio.detach()))
+            if settings.kl is not None and apart > settings.kl:
+                return apart
+    return apart
 
 
 def behaviour_loss(log_ratio: Tensor, clip: float) -> Tensor:
