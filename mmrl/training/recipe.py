@@ -246,9 +246,9 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         """All loss terms and rollout stages."""
         return [*self.terms, *self.stages]
 
-    def ready(self, step: Step) -> bool:
-        """Whether the data of the next step is there; asked repeatedly, for data that another process produces."""
-        return True
+    def waits_for(self, step: Step) -> str:
+        """What the next step lacks that another process produces, for the user; empty if nothing. Asked repeatedly."""
+        return ""
 
     def rolls_apart(self, step: Step) -> bool:
         """Whether `rollout` treats the tasks of the step independently, so that workers can share them."""

@@ -148,6 +148,8 @@ ECHO_S = 1.0
 within this time is the same key press."""
 WAIT_S = 0.2
 """Seconds between two questions whether the data of a step has arrived."""
+PATIENCE_S = 3600.0
+"""Seconds without any of the data that a step waits for, after which the run ends with an error."""
 SHOW_CURSOR = b"\x1b[?25h"
 MAX_DRAWS = 10
 """Maximum number of consecutive draws without a usable task."""
@@ -534,9 +536,17 @@ class Trainer:
 
     def _wait_for_data(self) -> None:
         """Wait until the recipe has the data of the next step; a signal ends the run meanwhile."""
-        if type(self.recipe).ready is Recipe.ready:
+        if type(self.recipe).waits_for is Recipe.waits_for:
             return  # most recipes never wait, and need not ask the other processes in every step
-        while not all_ranks(self.recipe.ready(self.position), self.accelerator):
+        known, began = "", 0.0
+        # of any process: machines may not share the folder that is waited for
+        while lacks := next(filter(None, from_all(self.recipe.waits_for(self.position))), ""):
+            if not known:
+                LOGGER.info("step %d waits: %s", self.step + 1, lacks)
+            if lacks != known:
+                known, began = lacks, time.monotonic()
+            elif time.monotonic() - began > PATIENCE_S:
+                raise RunError(f"step {self.step + 1} waited {PATIENCE_S / 60:.0f} minutes without a change: {lacks}")
             self._stop_if_asked()
             time.sleep(WAIT_S)
 

@@ -21,6 +21,7 @@ import functools
 import logging
 import math
 import shutil
+import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -234,18 +235,21 @@ class HgDaggerRecipe(CloneRecipe):
         """Digest of the demonstrations; `parts` has that of the watched episodes."""
         return self._given
 
-    def ready(self, step: Step) -> bool:
-        """Whether the episodes of the step's round are there; a live session is given the weights meanwhile."""
+    def waits_for(self, step: Step) -> str:
+        """Which episodes of the step's round are missing; a live session is given the weights meanwhile."""
         config = self.config
         if not config.interventions.live:
-            return True
+            return ""
         wanted = config.attempts_before(step.number)
         begins = wanted > len(self.demonstrations.attempts)
         if self._published is None or (begins and self._published != step.number):
             if PartialState().is_main_process:
                 publish(self.policy, Path(config.output_dir), step.number)
             self._published = step.number
-        return not begins or len(read_attempts(self.demonstrations.folder)) >= wanted
+        found = len(read_attempts(self.demonstrations.folder)) if begins else wanted
+        where = f"{self.demonstrations.folder} on {socket.gethostname()}"
+        by = "`mmrl robot intervene` records them, in the same folder or on a shared disk"
+        return "" if found >= wanted else f"{where} has {found} of {wanted} episodes; {by}"
 
     def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Add the episodes of a round that begins, and draw a batch from all transitions so far."""

@@ -1,6 +1,7 @@
 """HG-DAgger on the line: rounds that grow the dataset, what is imitated, and resuming."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from mmrl.errors import RunError, UserError
 from mmrl.recipes import find_recipe
-from mmrl.training import machines
+from mmrl.training import machines, trainer
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from mmrl.training.run import train
@@ -178,20 +179,32 @@ def test_a_person_needs_a_live_session(tmp_path, demos):
 def test_a_live_run_waits_for_its_episodes_and_gives_out_weights(tmp_path, demos, finished):
     config = dagger(tmp_path / "run", demos, interventions={"live": True})
     recipe = HgDaggerRecipe(config)
-    assert not recipe.ready(Step(0, 4))
+    assert "has 0 of 3 episodes" in recipe.waits_for(Step(0, 4))
     ((step, folder),) = published(tmp_path / "run")
     assert step == 0
     copied = open_policy(folder).state_dict()
     assert all(torch.equal(copied[name], part) for name, part in recipe.policy.state_dict().items())
     # the episodes of another run stand for those of a session
     recipe.demonstrations.folder = finished / "interventions"
-    assert recipe.ready(Step(0, 4))
+    assert not recipe.waits_for(Step(0, 4))
     recipe.rollout(recipe.policy, recipe.train_tasks, Streams(0), Step(0, 4))
     assert len(recipe.demonstrations.attempts) == 3
-    assert recipe.ready(Step(2, 4))
+    assert not recipe.waits_for(Step(2, 4))
     # a round that begins publishes, even though its episodes are there already
     assert [step for step, _ in published(tmp_path / "run")] == [0, 2]
     recipe.close()
+
+
+def test_a_live_run_without_a_session_says_what_it_lacks_and_ends(tmp_path, demos, monkeypatch, caplog):
+    monkeypatch.setattr(trainer, "PATIENCE_S", 0.3)
+    config = dagger(tmp_path / "run", demos, interventions={"live": True})
+    lacks = r"run/interventions on \S+ has 0 of 3 episodes; `mmrl robot intervene` records them, in the same folder or"
+    with (
+        caplog.at_level("INFO", "mmrl"),
+        pytest.raises(RunError, match=f"step 1 waited .* without a change: .*{lacks}"),
+    ):
+        train(ENTRY, config)
+    assert re.search(f"step 1 waits: .*{lacks}", caplog.text)
 
 
 def test_the_newest_two_weights_are_kept(tmp_path, demos):
