@@ -23,7 +23,7 @@ from robotics.policies.base.saved import make_config, read_config
 from robotics.policies.lerobot.lerobot_server import LeRobotServerConfig
 from robotics.policies.module import ModuleAdapter
 from robotics.sim.episodes import RobotSim, views_of
-from robotics.sim.interface import FACTS, interface_of, read_sizes, seen_part
+from robotics.sim.interface import FACTS, interface_of, read_sizes, seen_part, size_hint
 
 LOGGER = logging.getLogger("mmrl")
 Options = TypeVar("Options")
@@ -269,8 +269,8 @@ def check_fit(policy: ActionPolicy, sim: RobotSim, accept_other: Collection[str]
     rendered = None if sim.image_size is None else tuple(sim.image_size)
     if image_size is not None and tuple(image_size) != rendered:
         raise UserError(
-            f"the policy expects images of {tuple(image_size)} pixels, but the simulator renders {rendered}; with "
-            "sim.kind gymnasium, sim.options.adapter {size: null} keeps the environment's own image size"
+            f"the policy expects images of {tuple(image_size)} pixels, but the simulator renders {rendered}; "
+            f"{size_hint(tuple(image_size))}"
         )
     fits = getattr(policy, "image_fit", None), getattr(sim, "image_fit", None)
     # policies without a processor of images take them as they come

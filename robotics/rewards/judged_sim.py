@@ -24,7 +24,7 @@ from mmrl.fields import SET, bounded, only_with, rare
 from robotics.rewards.lerobot_classifier import LeRobotClassifier
 from robotics.rewards.success_classifier import SuccessClassifier
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotSim, begin_episodes
-from robotics.sim.interface import interface_of
+from robotics.sim.interface import interface_of, size_hint
 from robotics.sim.opening import SUITES, WITHOUT_CAMERAS, SimConfig, open_sim
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ class JudgedSim:
         if sim.image_size is None or tuple(sim.image_size) != tuple(wanted):
             raise UserError(
                 f"success.classifier looks at images of {wanted} pixels, but those of the simulator are "
-                f"{sim.image_size}; set sim.image_size={wanted[0]}, or 0 if the policy reads states alone"
+                f"{sim.image_size}; {size_hint(wanted)}"
             )
         self._pictures = _camera_numbers(judge.cameras, cameras, interface_of(sim).cameras or ("",))
         judge.check_instructions(sim.tasks().values())

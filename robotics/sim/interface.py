@@ -174,6 +174,16 @@ def read_sizes(policy: Any) -> Any:
     return getattr(policy, "observation_sizes", None) or getattr(config, "encoder", config)
 
 
+def size_hint(size: tuple[int, int]) -> str:
+    """How a simulator gets images of (H, W) pixels: `sim.image_size` is the side of a square."""
+    if size[0] == size[1]:
+        return f"set sim.image_size={size[0]}"
+    return (
+        "images that are not square need sim.kind gymnasium and a camera of that size, with sim.options.adapter "
+        "{size: null}, which keeps it"
+    )
+
+
 def seen_part(interface: RobotInterface, policy: Any) -> RobotInterface:
     """An interface without the parts that a policy does not read and that need not match."""
     sizes = read_sizes(policy)

@@ -127,6 +127,10 @@ def test_what_the_classifier_cannot_see_is_named():
     dark.image_size = None
     with pytest.raises(UserError, match=r"images of \(32, 32\) pixels, but those of the simulator are None; set sim"):
         JudgedSim(dark, always(0.5))
+    wide = Eye(always(0.5), [])
+    wide.image_size = (24, 32)
+    with pytest.raises(UserError, match=r"images of \(24, 32\).* are \(32, 32\); images that are not square.*null}"):
+        JudgedSim(LastingLine(), wide)
     with pytest.raises(UserError, match="does not know 'left'"):
         JudgedSim(LastingLine(), always(0.5, texts=["go right"]))
 
