@@ -109,7 +109,9 @@ BUILDS_ON = "diffusion"
 """Package whose metrics these recipes also report."""
 
 METRICS = {
-    "response/length_mean": "Mean number of decisions in a sample: an episode, a demonstrated chunk or a 3D flow.",
+    "response/length_mean": (
+        "Mean number of decisions in a sample: an episode, a demonstrated chunk, a 3D flow or a classified image."
+    ),
     "response/length_max": "Maximum number of decisions in a sample of the step.",
     "time/teacher_logp": "Seconds for the teacher's forward pass over the step's rows before the update.",
     "policy/entropy": "Mean entropy of the policy at the actions (or flows) of the groups in the update, in nats.",

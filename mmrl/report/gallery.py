@@ -124,7 +124,7 @@ def _picture_bytes(task: dict[str, Any]) -> int:
 
 
 def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
-    """Responses to the same held-out questions at the start of each run and at the end of the last run."""
+    """Samples of the same held-out tasks at the start of each run and at the end of the last run."""
     columns = [
         (label, {task: group for task, group in groups.items() if not group[0].outputs})
         for label, groups in evaluation_columns(runs)
@@ -140,7 +140,7 @@ def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
         {**_task_view(last[task][0]), "sides": [_side(groups.get(task)) for _, groups in kept]}
         for task in shared[:COMPARED_TASKS]
     ]
-    note = f"The first {len(tasks)} of the {len(shared)} questions stored in both evaluations, without selection."
+    note = f"The first {len(tasks)} of the {len(shared)} tasks stored in both evaluations, without selection."
     return {"note": note, "columns": [label for label, _ in kept], "tasks": tasks}
 
 
@@ -256,10 +256,12 @@ def _rollout_task(group: Sequence[SampleRecord]) -> dict[str, Any]:
 
 
 def _task_view(record: SampleRecord) -> dict[str, Any]:
+    asked, prompt = question(record.prompt), readable(record.prompt)
     return {
         "id": readable(str(record.id)),
-        "question": question(record.prompt),
-        "prompt": None if record.outputs else readable(record.prompt),  # a drawn image's prompt is its question
+        "question": asked,
+        # the prompt of an image, and the instruction of a robot, are the question
+        "prompt": None if record.outputs or prompt == asked else prompt,
         "answer": None if record.answer in (None, "") else readable(str(record.answer)),
         "images": [_question_uri(image) for image in record.images],
     }

@@ -248,6 +248,7 @@ def write_report(
         "notices": _notices(run),
         "headline": headline(runs),
         "headline_name": headline_name(run),
+        "verdicts": ("✓ correct", "✗ incorrect") if headline_name(run) == "accuracy" else ("✓ success", "✗ no success"),
         "parts": part_tables(runs),
         "scores": score_tables(runs),
         "numbers": derived_numbers(run.metrics, run.result),

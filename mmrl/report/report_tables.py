@@ -187,11 +187,12 @@ def _amounts(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) ->
         if waited := result.get("optimiser_steps_without_gradient"):
             remark += f", {waited:,} more skipped because no group had a gradient"
         rows.append(("steps", f"{steps:,}", remark))
-    for key, shown, remark in (("samples", "samples", ""), ("tokens", "decisions", DECISIONS)):
-        values = _finite(metrics, f"{key}/total")[1]
-        amount = result.get(key) or (values[-1] if values else None)
+    amounts = [result.get(key) or _last(metrics, f"{key}/total") for key in ("samples", "tokens")]
+    # a sample with a single decision, such as an image that is classified, is not called one
+    shown = amounts[:1] if amounts[0] == amounts[1] else amounts
+    for amount, (title, remark) in zip(shown, (("samples", ""), ("decisions", DECISIONS)), strict=False):
         if amount is not None:
-            rows.append((shown, f"{amount:,.0f}", remark))
+            rows.append((title, f"{amount:,.0f}", remark))
     epochs = _finite(metrics, "data/epoch")[1]
     if epochs:
         rows.append(("epochs", _show(epochs[-1]), ""))
@@ -203,9 +204,10 @@ def _speed(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> l
     if seconds <= 0:
         return []
     rows = [("time in steps", duration(seconds), f"{seconds / len(metrics):.3g} s per step")]
-    tokens = _finite(metrics, "tokens/total")[1]
-    if tokens:
-        rows.append(("decisions per second", f"{tokens[-1] / seconds:,.0f}", "excluding evaluation and checkpoints"))
+    tokens = _last(metrics, "tokens/total")
+    if tokens is not None:
+        each = "samples" if tokens == _last(metrics, "samples/total") else "decisions"
+        rows.append((f"{each} per second", f"{tokens / seconds:,.0f}", "excluding evaluation and checkpoints"))
     shares = [f"{stage} {100 * share:.1f}%" for stage, share in stage_shares(metrics).items()]
     if shares:
         rows.append(("time by stage", shares[0], ", ".join(shares[1:])))
@@ -226,6 +228,10 @@ def _losses(metrics: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> 
 def _finite(metrics: Sequence[Mapping[str, Any]], name: str) -> tuple[list[float], list[float]]:
     pairs = [(record["step"], record[name]) for record in metrics if math.isfinite(record.get(name, math.nan))]
     return [step for step, _ in pairs], [value for _, value in pairs]
+
+
+def _last(metrics: Sequence[Mapping[str, Any]], name: str) -> float | None:
+    return next(iter(_finite(metrics, name)[1][-1:]), None)
 
 
 def _total(metrics: Sequence[Mapping[str, Any]], name: str) -> float:

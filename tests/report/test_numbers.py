@@ -40,6 +40,17 @@ def test_derived_numbers_by_hand():
     assert rows["steps"] == ("4", "1,200 optimiser steps, 3 more skipped because no group had a gradient")
 
 
+def test_samples_of_one_decision_each_are_called_samples():
+    """Images that a success classifier sees are no choices of a policy."""
+    metrics = [{"step": 1, "time/step": 4.0, "tokens/total": 100.0, "samples/total": 100.0}]
+    rows = {name: value for name, value, _ in derived_numbers(metrics, {"samples": 100, "tokens": 100})}
+    assert {name: rows[name] for name in ("samples", "samples per second")} == {
+        "samples": "100",
+        "samples per second": "25",
+    }
+    assert not [name for name in rows if "decision" in name]
+
+
 def test_numbers_of_an_agents_episodes():
     metrics = [
         {

@@ -188,7 +188,7 @@ def test_sections_are_there(page):
 def test_rollouts_are_grouped_and_carry_rewards_and_advantages(page):
     text = page.text
     assert "The first 6 of the 8 tasks stored at step 40, without selection." in text
-    assert "completion reward format number advantage finish" in text
+    assert "sample reward format number advantage finish" in text
     assert "What is 0 + 1?" in text
     assert "<|image_pad|>×12" in text
     assert "<think>0 plus 1</think>" in text

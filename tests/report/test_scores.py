@@ -129,6 +129,6 @@ def test_images_of_a_run_are_shown_sharp_and_once(tmp_path):
     assert {(image["class"], image["width"], image["height"]) for image in shown} == {("pixelated", "96", "96")}
     assert "image-rendering: pixelated" in " ".join(page.words)
     assert "prompt before training (step 0) after training (step 1) 0 squares reward 0.5 reward 0.5" in page.text
-    assert "Before and after on the same questions" not in page.text
-    assert "completion" not in page.text
+    assert "Before and after on the same tasks" not in page.text
+    assert "sample reward" not in page.text
     assert "the prompt as the model saw it" not in page.text
