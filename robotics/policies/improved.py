@@ -37,16 +37,8 @@ from mmrl.fields import bounded, rare
 from robotics.policies.base.action_policy import ActionChoice, ActionPolicy, PolicyInputs, open_policy
 from robotics.policies.base.action_statistics import StateStatistics
 from robotics.policies.base.action_tokens import draw_rows
-from robotics.policies.base.encoder import VOCABULARY_FILE, EncoderConfig, Vocabulary
-from robotics.policies.base.saved import (
-    build_fitting,
-    make_config,
-    read_config,
-    read_units,
-    read_weights,
-    write_config,
-    write_weights,
-)
+from robotics.policies.base.encoder import VOCABULARY_FILE, Vocabulary, open_encoded
+from robotics.policies.base.saved import read_units, read_weights, write_config, write_weights
 from robotics.policies.squashed import CriticsPolicy, SquashedActionPolicy, SquashedPolicyConfig, score_squashed
 from robotics.sim.interface import read_sizes
 
@@ -286,14 +278,8 @@ class ImprovedPolicy(CriticsPolicy, ActionPolicy):
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:
         """Load what `save_pretrained` or `export` wrote."""
-        folder = Path(path)
-        entries = {key: value for key, value in read_config(folder).items() if key != "kind"}
-        encoder = make_config(EncoderConfig, entries.get("encoder", {}), f"encoder in {path}")
-        config = make_config(cls.config_class, entries | {"encoder": encoder}, str(path))
-        words, base = Vocabulary.load(folder / VOCABULARY_FILE), open_policy(folder / BASE)
-        policy = build_fitting(lambda: cls(config, words, base), entries, folder)
-        policy.load_weights(path)
-        return policy
+        opened: Self = open_encoded(cls, Path(path), lambda folder: open_policy(folder / BASE))
+        return opened
 
 
 class ResidualPolicy(ImprovedPolicy):

@@ -17,7 +17,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -446,17 +446,30 @@ class EncodedPolicy(nn.Module):
     @classmethod
     def from_pretrained(cls, path: Path | str) -> Self:
         """Load what `save_pretrained` wrote."""
-        folder = Path(path)
-        entries = read_config(folder)
-        kind = entries.pop("kind", None)
-        if kind != cls.kind:
-            raise UserError(f"{path} contains a policy of kind {kind!r}, not {cls.kind!r}")
-        # a copy: the entries are consumed below
-        sizes = dict(entries)
-        encoder = make_config(EncoderConfig, entries.pop("encoder", {}), f"encoder in {path}")
-        config = make_config(cls.config_class, entries | {"encoder": encoder}, str(path))
-        words = Vocabulary.load(folder / VOCABULARY_FILE)
-        # sizes are checked against the weight file before memory is allocated
-        policy = build_fitting(lambda: cls(config, words), sizes, folder)
-        policy.load_weights(path)
-        return policy
+        return open_encoded(cls, Path(path))
+
+
+def open_encoded(policy_class: Any, folder: Path, part: Callable[[Path], Any] | None = None) -> Any:
+    """Open a folder with a configuration and a vocabulary as a policy.
+
+    Args:
+        policy_class: its `kind`, its `config_class` with a field `encoder`, and its constructor.
+        folder: of `save_pretrained`.
+        part: opens a further argument of the constructor from the folder.
+
+    Raises:
+        UserError: the folder has another kind of policy, or its files do not fit each other.
+    """
+    entries = read_config(folder)
+    kind = entries.pop("kind", None)
+    if kind != policy_class.kind:
+        raise UserError(f"{folder} contains a policy of kind {kind!r}, not {policy_class.kind!r}")
+    # a copy: the entries are consumed below
+    sizes = dict(entries)
+    encoder = make_config(EncoderConfig, entries.pop("encoder", {}), f"encoder in {folder}")
+    config = make_config(policy_class.config_class, entries | {"encoder": encoder}, str(folder))
+    words, further = Vocabulary.load(folder / VOCABULARY_FILE), [] if part is None else [part(folder)]
+    # sizes are checked against the weight file before memory is allocated
+    policy = build_fitting(lambda: policy_class(config, words, *further), sizes, folder)
+    policy.load_weights(folder)
+    return policy
