@@ -52,7 +52,7 @@ class RowEnv(Protocol):
     meaning of -1 and 1 in the environment's units, and `action_integer`, whether these are integers; `state_names` and
     `action_names`, the names of the entries in order; `camera`, the name of the camera of `render`; `control_hz`,
     control steps per second; `executed`, after a step, the action (A,) of a person inside the environment who acted
-    instead of the policy, else None.
+    instead of the policy, else None; `discarded`, whether this person asks for another try instead of the episode.
     """
 
     action_size: int
@@ -203,6 +203,8 @@ class EnvService:
                     "only overseer.kind=environment (robot_hg_dagger, robot_rlif) tells them apart, but not in "
                     "evaluations. Remove the wrapper, or do not act there"
                 )
+            if getattr(self._env, "discarded", False):
+                return {"discarded": "a person inside the environment discarded the episode (rerecord_episode)"}, {}
             executed.append(action if persons is None else persons)
             by_person.append(persons is not None)
             # before anything is returned: a single NaN would spread over the whole batch

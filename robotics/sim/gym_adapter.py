@@ -120,6 +120,7 @@ class GymRow:
         self._elapsed = 0
         self._resets_itself = False
         self.executed: np.ndarray | None = None
+        self.discarded = False
         self._info: Mapping[str, Any] = {}
         self.horizon = _horizon(horizon, spec)
         self.action_size = int(np.prod(env.action_space.shape))
@@ -151,7 +152,7 @@ class GymRow:
             if options is None:
                 raise EnvError(f"draw is {draw}, which is an option of reset; set the adapter's layout_options")
             options["draw"] = draw
-        self._elapsed, self._resets_itself, self.executed = 0, False, None
+        self._elapsed, self._resets_itself, self.executed, self.discarded = 0, False, None, False
         # options stay None without layout_options: some environments reject unknown ones
         self._observation, info = self._env.reset(seed=seed, options=options)
         self._info = info if isinstance(info, Mapping) else {}
@@ -174,7 +175,7 @@ class GymRow:
         self._observation, given, terminated, truncated, info = self._env.step(
             scaled.reshape(space.shape).astype(space.dtype)
         )
-        self.executed = self._persons_action(info)
+        self.executed, self.discarded = self._persons_action(info), bool(np.any(info.get("rerecord_episode", False)))
         reward = foreign.as_number(given, "the reward")
         success = self._success(reward, info)
         self._elapsed += 1
@@ -535,6 +536,6 @@ def _horizon(asked: int | None, spec: Any) -> int:
 SUCCESS_KEYS = ("success", "is_success")
 LAST_KEYS = ("final_obs", "final_observation", "terminal_observation")
 """Entries of `info` in which environments that reset themselves report the last observation."""
-PERSON_KEYS = ("intervene_action", "teleop_action")
-"""Entries of `info` in which a wrapper reports the action of a person: SERL's, only if the person acted, and LeRobot's,
-with `is_intervention`."""
+PERSON_KEYS = ("intervene_action", "teleop_action", "action_intervention")
+"""Entries of `info` in which a wrapper reports the action of a person: SERL's, only if the person acted, LeRobot's and
+that of gym-hil up to 0.1.9, with `is_intervention`."""

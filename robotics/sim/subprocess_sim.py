@@ -42,6 +42,8 @@ SERVICE = Path(__file__).resolve().with_name("env_service.py")
 LOGGER = logging.getLogger("mmrl")
 LARGEST = {"action_size": 1 << 16, "state_size": 1 << 24, "horizon": 1 << 31, "image_size": 1 << 14}
 HELD_OUT_SEED = 1 << 30
+LOST = {"diverged", "discarded"}
+"""Fields of an answer that say why an episode has no result."""
 
 
 @dataclass(frozen=True)
@@ -280,8 +282,8 @@ class SubprocessSim(RowPool[Message]):
         kind, past = request.fields["kind"], self._past
         size = self._frame_size if kind == "render" else self.image_size
         expected: dict[str, tuple[int, ...]] = {}
-        # It has no arrays: the worker stopped at the first number that is not finite.
-        if "diverged" in answer.fields:
+        # It has no arrays: the worker stopped at once.
+        if LOST & answer.fields.keys():
             return None
         if kind in ("reset", "step_chunk"):
             expected["state"] = (self.state_size,)
@@ -448,9 +450,9 @@ def problem_in_hello(hello: Mapping[str, Any]) -> str:
 
 
 def divergence(answer: Message) -> WorkerFailure | None:
-    """Find numbers that are not finite: the same layout would produce them again, so nothing is retried."""
-    if "diverged" in answer.fields:
-        return WorkerFailure("diverged", one_line(str(answer.fields["diverged"])))
+    """Find why an episode has no result: it was discarded, or numbers that the same layout would produce again."""
+    for kind in LOST & answer.fields.keys():
+        return WorkerFailure(kind, one_line(str(answer.fields[kind])))
     # The state comes in float32; the worker has looked at float64, in which 1e39 is still finite.
     for name in ("state", "past_state", "rewards", "action"):
         if name in answer.arrays and not np.isfinite(answer.arrays[name]).all():

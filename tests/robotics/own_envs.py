@@ -38,6 +38,21 @@ class Helped(Slider):
         return observation, *others, {**info, "intervene_action": np.array([25.0])} if helps else info
 
 
+class GymHil(Slider):
+    """As gym-hil 0.1.13 (0.1.9 with another `key`): every action is reported, and a person may want another try."""
+
+    def __init__(self, key="teleop_action", rerecords=False):
+        self.key, self.rerecords = key, rerecords
+
+    def step(self, action):
+        helps = 20 <= self.place < 45
+        action = np.array([25.0]) if helps else action
+        observation, _, done, _, _ = super().step(action)
+        again = self.rerecords and self.place >= 45
+        info = {"succeed": done, "is_intervention": helps, self.key: action, "rerecord_episode": again}
+        return observation, float(done), done or again, False, info
+
+
 def slide(observation):
     """25 cm, and at the end more than the bounds allow."""
     return [25.0 if observation["place"][0] < 20 else 99.0]

@@ -49,6 +49,38 @@ def test_actions_that_the_environment_replaced_are_recorded_as_executed(tmp_path
     np.testing.assert_allclose(kept.action.ravel(), [0, 0, 0.75, 0])
 
 
+def gym_hil(**options):
+    adapter = {"task": "Helped", "success_reward": 1.0}
+    options = {"adapter": adapter, **options}
+    return open_sim(SimConfig("gymnasium", env=f"{ENVS}:GymHil", image_size=0, horizon=6, workers=1, options=options))
+
+
+@pytest.mark.parametrize("key", ["teleop_action", "action_intervention"])
+def test_gym_hil_reports_every_action_and_says_whose_it_is(key):
+    sim = gym_hil(key=key)
+    (episode,) = run_watched(AlwaysPolicy(0.0), sim, [TASK], InsideOverseer(), ActingSettings(), [0])
+    assert episode.by_person == [False, False, True, False]
+    np.testing.assert_allclose(np.ravel(episode.actions), [0, 0, 0.75, 0])
+    assert episode.success
+
+
+def test_an_episode_that_the_person_discards_is_not_recorded(tmp_path):
+    sim = gym_hil(rerecords=True)
+    with InterventionRecord(tmp_path / "data", sim, fps=7) as record:
+        (episode,) = run_watched(AlwaysPolicy(0.0), sim, [TASK], InsideOverseer(), ActingSettings(), [0])
+        record.add(episode)
+    assert episode.failed
+    (line,) = record.attempts
+    assert (line["episode_index"], line["reason"]) == (
+        None,
+        "discarded: a person inside the environment discarded the episode (rerecord_episode)",
+    )
+    # the environment's process goes on
+    (episode,) = run_watched(AlwaysPolicy(-0.5), sim, [TASK], InsideOverseer(), ActingSettings(), [0])
+    assert not episode.failed
+    assert not sim.counts["restarted"]
+
+
 def test_without_that_overseer_a_replaced_action_ends_the_run():
     sim = open_sim(helped())
     sim.reset([TASK])
