@@ -175,6 +175,17 @@ def check_trajectories(sampler: LatentSamplerConfig) -> None:
         )
 
 
+def _check_lengths(sampler: LatentSamplerConfig, grid: Tensor) -> None:
+    """Raise UserError if a step between two equal times (S + 1,) is trained."""
+    last = last_trained(sampler)
+    if grid[last] == grid[last + 1]:
+        raise UserError(
+            f"the pipeline's scheduler ends with the time {float(grid[last]):.3g} twice (as with timestep_spacing "
+            f"linspace and set_alpha_to_one false), so step {last + 1} of {sampler.steps} has no noise and no "
+            f"log-density; use a smaller sampler.{'window_high' if sampler.window else 'fraction'}"
+        )
+
+
 @dataclass(frozen=True)
 class TrainedSteps:
     """The steps with mask 1 as one batch of M."""
@@ -225,10 +236,12 @@ class Trajectories:
         self.sampler = sampler
         self.step = step
         self.keep_mean = keep_mean
+        grid = times_of(policy, sampler.steps)
+        _check_lengths(sampler, grid)
         # one kernel for sampling and update: both must use the same sigma_max of the same grid
-        self.kernel = make_kernel(sampler, times_of(policy, sampler.steps))
+        self.kernel = make_kernel(sampler, grid)
         # of every step that a window may reach, as a network without any training step is a mistake
-        check_networks(policy, reachable_times(sampler, times_of(policy, sampler.steps)), "sampler.window")
+        check_networks(policy, reachable_times(sampler, grid), "sampler.window")
         self._low_precision = policy.dtype != torch.float32 or mixed_precision != "none"
 
     @property

@@ -148,6 +148,18 @@ def test_a_call_whose_steps_are_not_those_of_evaluations_is_said():
             assert not lacks or f"{steps} steps of DDIM in diffusers are {1000 // steps} training steps long" in lacks
 
 
+def test_a_trained_step_between_equal_times_is_refused():
+    from diffusers import DDIMScheduler
+
+    scheduler = DDIMScheduler(timestep_spacing="linspace", set_alpha_to_one=False)
+    family = FAMILIES["StableDiffusionPipeline"](SimpleNamespace(unet=None, scheduler=scheduler))
+    policy = SimpleNamespace(family=family, latent_shape=(4, 8, 8), dtype=torch.float32)
+    # the published fraction leaves the last step out
+    Trajectories(policy, LatentSamplerConfig(steps=10), StepConfig())
+    with pytest.raises(UserError, match=r"the time 0\.\d+ twice .* step 10 of 10 has no noise .* smaller sampler\.fr"):
+        Trajectories(policy, LatentSamplerConfig(steps=10, fraction=1.0), StepConfig())
+
+
 def test_times_of_stable_diffusion_are_those_of_its_scheduler_in_full(tmp_path, caplog):
     import diffusers
 
