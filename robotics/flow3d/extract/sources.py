@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Sequence
@@ -16,13 +17,16 @@ from mmrl.files import expanded, read_json_object
 from mmrl.hub.foreign import MalformedError, to_rgb
 from mmrl.hub.images import ImageError, decode_image, read_image_file
 from mmrl.hub.video_reading import VideoError, decode_frames, read_index
-from robotics.data.features import camera_name, is_depth
+from robotics.data.features import camera_features, camera_name, image_size, is_depth
 from robotics.data.images import DepthCodes
 from robotics.data.layout import named_errors
 from robotics.data.reader import EpisodeData, LeRobotReader
 from robotics.flow3d.geometry import DepthArray, ImageArray
 from robotics.flow3d.video import RejectedVideo, RgbdVideo
 
+LOGGER = logging.getLogger("mmrl")
+CAMERA = ("K", "depth_unit_m", "T_world_cam", "instruction")
+"""Entries of `camera.json`."""
 COLOURS = (".png", ".jpg", ".jpeg")
 DEPTHS = (".png", ".npy")
 COARSEST_M = 0.1
@@ -57,6 +61,10 @@ def read_rgbd_folder(folder: str | os.PathLike[str]) -> RgbdVideo:
     camera = read_json_object(place / "camera.json")
     if camera.get("K") is None:
         raise RejectedVideo("no_intrinsics", f'{place / "camera.json"} must have "K", 3 x 3 in pixels')
+    if unread := sorted(set(camera) - set(CAMERA)):
+        LOGGER.warning(
+            "%s has %s, which nothing reads; its entries are %s", place, ", ".join(unread), ", ".join(CAMERA)
+        )
     with named_errors(f"the video {place}"):
         unit = None if camera.get("depth_unit_m") is None else float(camera["depth_unit_m"])
         rgb, depth_m = _colors(place), _depths(place, unit)
@@ -65,15 +73,28 @@ def read_rgbd_folder(folder: str | os.PathLike[str]) -> RgbdVideo:
                 f"{place} has {len(rgb)} colour frames and {len(depth_m)} depth frames; the numbers must match"
             )
         T_world_cam = np.asarray(camera.get("T_world_cam", np.eye(4)), dtype=np.float64)
+        K = np.asarray(camera["K"], dtype=np.float64)
+        _check_centre(K, rgb.shape[1:3], str(place / "camera.json"))
         return RgbdVideo(
             rgb=rgb,
             depth_m=depth_m,
-            K=np.asarray(camera["K"], dtype=np.float64),
+            K=K,
             # a moving camera's first pose is that of the first frame, in which points are queried
             T_world_cam=T_world_cam if T_world_cam.ndim == 2 else T_world_cam[0],
             T_world_cams=T_world_cam if T_world_cam.ndim == 3 else None,
             instruction=str(camera.get("instruction", "")),
             source=place.name,
+        )
+
+
+def _check_centre(K: NDArray[np.float64], size: Sequence[int], where: str) -> None:
+    """Warn if the image's centre (H, W) is far from the camera's axis, as with intrinsics of another resolution."""
+    height, width = size
+    if K.shape == (3, 3) and not all(1 / 3 < place < 2 / 3 for place in (K[0, 2] / width, K[1, 2] / height)):
+        LOGGER.warning(
+            "K of %s puts the camera's axis at (%.5g, %.5g) of %d x %d pixels; unless the images are cropped, it is of "
+            "another resolution, and must be scaled with the images",
+            *(where, K[0, 2], K[1, 2], width, height),
         )
 
 
@@ -205,6 +226,9 @@ class LeRobotVideos(Sequence[RgbdVideo]):
         self._K = np.asarray(K, dtype=np.float64)
         self._T = np.eye(4) if T_world_cam is None else np.asarray(T_world_cam, dtype=np.float64)
         self._depth = None if depth is None else self._depth_feature(depth)
+        features = self._reader.info["features"]
+        key = next(key for key in camera_features(features) if camera_name(key) == camera)
+        _check_centre(self._K, image_size(features[key]), f"{dataset}, {camera}")
 
     def __len__(self) -> int:
         return len(self._reader)
