@@ -118,8 +118,12 @@ def _vary_camera(layer: Layer, ranges: Any) -> Draws:
             turned = np.empty(4)
             mujoco.mju_mulQuat(turned, model.cam_quat[number], _quaternion(ranges.rotation_rad * turn))
             model.cam_quat[number] = turned
-        fovy = model.cam_fovy[number] + ranges.fovy_deg * zoom
-        model.cam_fovy[number] = np.clip(fovy, LOWEST_FOVY_DEG, HIGHEST_FOVY_DEG) if ranges.fovy_deg else fovy
+        if ranges.fovy_deg:
+            nominal = model.cam_fovy[number]
+            fovy = np.clip(nominal + ranges.fovy_deg * zoom, LOWEST_FOVY_DEG, HIGHEST_FOVY_DEG)
+            model.cam_fovy[number] = fovy
+            if model.cam_sensorsize[number, 1]:  # such a camera is drawn with its focal lengths alone
+                model.cam_intrinsic[number, :2] *= np.tan(np.radians(nominal) / 2) / np.tan(np.radians(fovy) / 2)
         found[f"camera.{name}.position_m"] = _listed(shift)
         found[f"camera.{name}.rotation_rad"] = _listed(ranges.rotation_rad * turn)
         found[f"camera.{name}.fovy_deg"] = float(model.cam_fovy[number])
@@ -163,6 +167,8 @@ def _vary_textures(layer: Layer, ranges: Any) -> Draws:
 def _vary_friction(layer: Layer, ends: Any) -> Draws:
     factor = float(layer.stream("friction").uniform(*ends))
     layer.model.geom_friction[:] *= factor
+    # contacts that the MJCF lists as pairs have their own
+    layer.model.pair_friction[:] *= factor
     return {"friction": factor}
 
 

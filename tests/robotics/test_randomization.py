@@ -13,7 +13,7 @@ from robotics.scenes.arms import find_arm
 from robotics.scenes.batch import BatchSettings, TabletopBatch
 from robotics.scenes.envs import TabletopEnv
 from robotics.scenes.tabletop_tasks import TabletopScene, find_task
-from robotics.scenes.variant import vary_model
+from robotics.scenes.variant import SceneParts, vary_model
 from robotics.sim.episodes import EpisodeSpec
 from robotics.sim.opening import SimConfig, open_sim
 from robotics.sim.randomization import RandomizationConfig, Stream, read_randomization
@@ -157,6 +157,28 @@ def test_every_contact_has_the_drawn_friction():
         contacts.append(np.array(data.contact.friction))
     assert len(contacts[0])
     np.testing.assert_allclose(contacts[1], drawn["friction"] * contacts[0], rtol=1e-12)
+
+
+CALIBRATED = """<mujoco><worldbody>
+  <camera name="c" pos="0 0 1" sensorsize="0.0064 0.0048" focal="0.006 0.006" resolution="640 480"/>
+  <geom name="a" size=".1"/><body pos="0 0 1"><freejoint/><geom name="b" size=".1"/></body>
+</worldbody><contact><pair geom1="a" geom2="b" friction="1 1 .1 .1 .1"/></contact></mujoco>"""
+
+
+def test_calibrated_cameras_and_listed_contacts_of_an_own_scene_are_varied():
+    import mujoco
+
+    model = mujoco.MjModel.from_xml_string(CALIBRATED)
+    parts = SceneParts({}, {}, (), (), (), np.zeros(1))
+    drawn = vary_model(model, only("camera", "friction"), parts, Stream(0, PUSH))
+    np.testing.assert_allclose(model.pair_friction, drawn["friction"] * np.array([[1, 1, 0.1, 0.1, 0.1]]))
+    data, scene, camera = mujoco.MjData(model), mujoco.MjvScene(model, 9), mujoco.MjvCamera()
+    camera.type, camera.fixedcamid = mujoco.mjtCamera.mjCAMERA_FIXED, 0
+    mujoco.mj_forward(model, data)
+    mujoco.mjv_updateScene(model, data, mujoco.MjvOption(), None, camera, mujoco.mjtCatBit.mjCAT_ALL, scene)
+    seen = scene.camera[0]
+    fovy_deg = 2 * np.degrees(np.arctan(seen.frustum_top / seen.frustum_near))
+    assert fovy_deg == pytest.approx(drawn["camera.c.fovy_deg"], rel=1e-5)
 
 
 def test_a_draw_depends_on_its_episode_and_seed_alone():
