@@ -113,7 +113,8 @@ class EnvService:
         self._views: Sequence[str] = tuple(getattr(env, "views", ())) if images else ()
         if images and env.image_size is None:
             raise gym_adapter.EnvError(
-                "images were requested, but the environment renders none; create it with render_mode='rgb_array', "
+                getattr(env, "image_problem", "")
+                or "images were requested, but the environment renders none; create it with render_mode='rgb_array', "
                 "or request no images (sim.image_size=0)"
             )
 

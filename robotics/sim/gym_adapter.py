@@ -121,6 +121,7 @@ class GymRow:
         self._resets_itself = False
         self.executed: np.ndarray | None = None
         self.discarded = False
+        self.image_problem = ""
         self._info: Mapping[str, Any] = {}
         self.horizon = _horizon(horizon, spec)
         self.action_size = int(np.prod(env.action_space.shape))
@@ -343,7 +344,11 @@ class GymRow:
             height, width = self._resized(drawn).shape[:2]
         except foreign.MalformedError as error:
             source = f"the entry {self._image_key!r} of its observation" if self._image_key else "what it shows"
-            raise EnvError(f"{self._name}: {source} cannot be used: {error}") from None
+            self.image_problem = f"{self._name}: {source} cannot be used: {error}"
+            # of `render`, which a policy of states does not need
+            if self._image_key is None:
+                return None
+            raise EnvError(self.image_problem) from None
         return int(height), int(width)
 
     def _success(self, reward: float, info: Mapping[str, Any]) -> bool:

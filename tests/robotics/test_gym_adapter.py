@@ -2,6 +2,8 @@ import numpy as np
 import pytest
 
 from mmrl.hub.foreign import MalformedError
+from robotics.sim import env_service
+from robotics.sim.env_service import EnvService
 from robotics.sim.gym_adapter import EnvError, GymRow, resize
 
 gymnasium = pytest.importorskip("gymnasium", reason="needs pip install 'mmrl-suite[sim]'")
@@ -306,8 +308,12 @@ def test_rendered_images_are_checked_before_they_are_cast(drawn, message):
         def render(self):
             return drawn
 
-    with pytest.raises(EnvError, match=message):
-        row(Draws(spaces.Box(-1, 1, (2,)), render_mode="rgb_array"))
+    adapted = row(Draws(spaces.Box(-1, 1, (2,)), render_mode="rgb_array"))
+    # a policy of states needs no images
+    assert adapted.image_size is None
+    EnvService(adapted, images=False, end_at_success=True)
+    with pytest.raises(env_service.gym_adapter.EnvError, match=message):
+        EnvService(adapted, images=True, end_at_success=True)
 
 
 @pytest.mark.parametrize(("low", "high"), [(-0.1, 0.3), (-3.0718, -0.0698)])
