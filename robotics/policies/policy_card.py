@@ -74,6 +74,16 @@ def _simulator(run_dir: Path) -> dict[str, Any]:
     return {}
 
 
+def rendered_size(config: Any, run_dir: Path) -> tuple[int, int] | None:
+    """(H, W) of a run's images; None without images.
+
+    An environment may keep the size of its camera, which only an evaluation says.
+    """
+    side = config.sim.image_size
+    height, width = _simulator(run_dir).get("image_size") or (side, side)
+    return (int(height), int(width)) if side else None
+
+
 def _facts(config: Any, simulator: dict[str, Any]) -> dict[str, str]:
     sim = config.sim
     names = [str(simulator.get("camera") or sim.camera or "the simulator's own"), *sim.views]
@@ -103,8 +113,7 @@ def _facts(config: Any, simulator: dict[str, Any]) -> dict[str, str]:
 def _acting(config: Any, policy: ActionPolicy, run_dir: Path) -> str:
     """Lines that choose a chunk of actions for black images and a state of zeros."""
     settings = read_sizes(policy)
-    side = config.sim.image_size
-    height, width = getattr(settings, "image_size", (side, side) if side else None) or (0, 0)
+    height, width = getattr(settings, "image_size", rendered_size(config, run_dir)) or (0, 0)
     state = getattr(settings, "state_size", None)
     episodes = (row for path in (run_dir / "episodes").glob("*.jsonl") for row in read_jsonl(path))
     said = next((str(row["instruction"]) for row in episodes if row.get("instruction")), "pick up the cube")

@@ -25,6 +25,7 @@ from robotics.policies.base.action_policy import ActionPolicy, open_policy
 from robotics.policies.base.action_statistics import BEYOND, ActionRange, ActionStatistics
 from robotics.policies.base.encoder import Vocabulary
 from robotics.policies.base.saved import is_saved_policy
+from robotics.policies.policy_card import rendered_size
 from robotics.policies.policy_loading import load_action_policy
 from robotics.scenes.control import ACTION_STOP
 from robotics.serving.observations import ObservationFormat, ServeConfig
@@ -130,8 +131,7 @@ def _of_run(run_dir: Path, entry: RecipeEntry, run: Any, config: ServeConfig, st
         torch.set_num_threads(run.trainer.threads)
     if is_saved_policy(model):
         policy = open_policy(model)
-        side = run.sim.image_size
-        image_size, state_size = _inputs(policy, (side, side) if side else None)
+        image_size, state_size = _inputs(policy, rendered_size(run, run_dir))
     else:
         policy, image_size, state_size = _users_policy(run, model)
     served = ServedPolicy.from_policy(policy, config, image_size, state_size, len(run.sim.views))

@@ -3,7 +3,7 @@
 import json
 
 from mmrl.recipes import find_recipe
-from robotics.policies.policy_card import describe_policy
+from robotics.policies.policy_card import describe_policy, rendered_size
 from tests.robotics.line_sim import LineSim
 from tests.robotics.test_serving import tiny_policy
 
@@ -28,3 +28,14 @@ def test_the_snippet_of_a_policy_acts_and_its_facts_are_those_of_the_simulator(t
     card = (out / "lerobot/README.md").read_text()
     assert "library_name: lerobot" in card
     assert "get_policy_class('smolvla')" in card
+
+
+def test_images_have_the_size_that_an_evaluation_described(tmp_path):
+    config = find_recipe("robot_grpo").default_config()
+    assert rendered_size(config, tmp_path) == (64, 64)
+    (tmp_path / "episodes").mkdir()
+    # as with sim.options.adapter {size: null}
+    (tmp_path / "episodes/a.protocol.json").write_text(json.dumps({"simulator": {"image_size": [24, 32]}}))
+    assert rendered_size(config, tmp_path) == (24, 32)
+    config.sim.image_size = 0
+    assert rendered_size(config, tmp_path) is None
