@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+AT_ONCE = 64
+"""Maximum number of images in a pass without gradient."""
 CONFIG_FILE, KIND = "success.json", "mmrl_success_classifier"
 
 
@@ -95,8 +97,9 @@ class SuccessClassifier(nn.Module):
     @torch.no_grad()
     def probabilities(self, images: Tensor, instructions: Sequence[str]) -> list[float]:
         """Probabilities (B,) of success for images (B, H, W, 3) uint8, without dropout."""
-        found: list[float] = self(images, instructions).sigmoid().tolist()
-        return found
+        # an episode may have thousands of images, of several megabytes each as features
+        parts = [slice(at, at + AT_ONCE) for at in range(0, len(images), AT_ONCE)]
+        return [chance for part in parts for chance in self(images[part], instructions[part]).sigmoid().tolist()]
 
     @property
     def image_size(self) -> tuple[int, int]:
