@@ -8,6 +8,7 @@ import logging
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -539,8 +540,7 @@ class Trainer:
         if type(self.recipe).waits_for is Recipe.waits_for:
             return  # most recipes never wait, and need not ask the other processes in every step
         known, began = "", 0.0
-        # of any process: machines may not share the folder that is waited for
-        while lacks := next(filter(None, from_all(self.recipe.waits_for(self.position))), ""):
+        while lacks := self._lacks():
             if not known:
                 LOGGER.info("step %d waits: %s", self.step + 1, lacks)
             if lacks != known:
@@ -549,6 +549,11 @@ class Trainer:
                 raise RunError(f"step {self.step + 1} waited {PATIENCE_S / 60:.0f} minutes without a change: {lacks}")
             self._stop_if_asked()
             time.sleep(WAIT_S)
+
+    def _lacks(self) -> str:
+        """What any process lacks for the next step, and where: machines may not share the folder that is waited for."""
+        own = self.recipe.waits_for(self.position)
+        return next(filter(None, from_all(f"on {socket.gethostname()}, {own}" if own else "")), "")
 
     def _stop_if_asked(self, *, evaluated: bool = True, save: bool = True) -> None:
         """Stop between two steps if a signal was received."""

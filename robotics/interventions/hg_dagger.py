@@ -21,7 +21,6 @@ import functools
 import logging
 import math
 import shutil
-import socket
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -247,9 +246,8 @@ class HgDaggerRecipe(CloneRecipe):
                 publish(self.policy, Path(config.output_dir), step.number)
             self._published = step.number
         found = len(read_attempts(self.demonstrations.folder)) if begins else wanted
-        where = f"{self.demonstrations.folder} on {socket.gethostname()}"
         by = "`mmrl robot intervene` records them, in the same folder or on a shared disk"
-        return "" if found >= wanted else f"{where} has {found} of {wanted} episodes; {by}"
+        return "" if found >= wanted else f"{self.demonstrations.folder} has {found} of {wanted} episodes; {by}"
 
     def rollout(self, policy: ActionPolicy, tasks: Sequence[Any], streams: Streams, step: Step) -> Rollouts:
         """Add the episodes of a round that begins, and draw a batch from all transitions so far."""

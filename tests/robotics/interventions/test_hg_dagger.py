@@ -198,7 +198,7 @@ def test_a_live_run_waits_for_its_episodes_and_gives_out_weights(tmp_path, demos
 def test_a_live_run_without_a_session_says_what_it_lacks_and_ends(tmp_path, demos, monkeypatch, caplog):
     monkeypatch.setattr(trainer, "PATIENCE_S", 0.3)
     config = dagger(tmp_path / "run", demos, interventions={"live": True})
-    lacks = r"run/interventions on \S+ has 0 of 3 episodes; `mmrl robot intervene` records them, in the same folder or"
+    lacks = r"on \S+, \S+run/interventions has 0 of 3 episodes; `mmrl robot intervene` records them, in the same"
     with (
         caplog.at_level("INFO", "mmrl"),
         pytest.raises(RunError, match=f"step 1 waited .* without a change: .*{lacks}"),
