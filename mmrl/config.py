@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from mmrl.entries import renamed
 from mmrl.errors import UserError, did_you_mean
-from mmrl.fields import check_fields, default_of, hints_of, part_of
+from mmrl.fields import check_fields, default_of, hints_of, options_of, part_of
 from mmrl.files import expanded, is_file, own_config, read_text, read_yaml_text, write_atomically
 from mmrl.fixed import Fixed, fixed_options
 from mmrl.trust import check_foreign, named_code, restricted
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from mmrl.recipes import RecipeEntry
 
 ConfigT = TypeVar("ConfigT")
-TEXTS = (str, str | None)
-ODD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|\d[\d_]*(:[0-5]?\d)+|\d+_[\d_]*)")
-"""Octal and sexagesimal numbers, and digits with underscores, which are seldom meant as such."""
+TEXTS = {str, type(None)}
+MISREAD_NUMBER = re.compile(r"[-+]?(0[0-7_]+|\d[\d_]*(:[0-5]?\d)+(\.[\d_]*)?)")
+"""Octal and sexagesimal numbers of YAML 1.1, which are seldom meant as such."""
+ODD_NUMBER = re.compile(rf"{MISREAD_NUMBER.pattern}|[-+]?\d+_[\d_]*")
+"""They and digits with underscores, which a shell's user seldom means as a number."""
 
 
 def load_run(path: Path | str, overrides: Sequence[str] = ()) -> tuple[RecipeEntry, Any]:
@@ -295,9 +297,24 @@ def load_omega(path: Path, change: Callable[[str], str] = str) -> Any:
 
     text = change(read_yaml_text(path))
     try:
+        _check_numbers(text, path)
         return OmegaConf.load(io.StringIO(text))
+    except UserError:
+        raise
     except Exception as error:  # those of the parser, of OmegaConf, and Python's own of dates and numbers
         raise UserError(f"{path} is not valid YAML: {' '.join(str(error).split())}") from error
+
+
+def _check_numbers(text: str, path: Path) -> None:
+    """Refuse `0012` and `12:30`, which YAML 1.1 reads as 10 and 750."""
+    import yaml
+
+    for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and MISREAD_NUMBER.fullmatch(event.value):
+            raise UserError(
+                f"{path}, line {event.start_mark.line + 1}: YAML reads {event.value} as "
+                f"{yaml.safe_load(event.value)!r}; write a text in quotes, and a number in decimal digits"
+            )
 
 
 def drop_gone(stored: Any) -> None:
@@ -323,6 +340,7 @@ def _fill(defaults: Any, values: Any, where: str) -> Any:
         values = without_fixed(defaults, values)
         # before OmegaConf merges: null in a typed field would be an error there
         given = _without_nulls(schema, values)
+        _check_texts(schema, given, "")
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     try:
@@ -465,9 +483,6 @@ def _remove_nulls(schema: type[Any], values: Any, where: str) -> None:
         of_dicts = typing.get_origin(hint) is dict
         if isinstance(hint, type) and dataclasses.is_dataclass(hint) and isinstance(part, DictConfig):
             _remove_nulls(hint, part, f"{where}{name}.")
-        # `yes`, and `1e3`, which would become 1000.0; some texts may be a number such as 0.4
-        elif hint in TEXTS and (isinstance(part, bool) or (isinstance(part, float) and part.is_integer())):
-            raise UserError(f"'{where}{name}' is a text, but YAML reads its value as {part!r}; write it in quotes")
         elif of_dicts and part is None:
             _refuse_null_block(f"{where}{name}", item.metadata.get("kinds"))
             values[name] = {}
@@ -475,6 +490,27 @@ def _remove_nulls(schema: type[Any], values: Any, where: str) -> None:
             # null removes an inherited entry; it is no entry without values
             for key in [key for key in part if _is_null(part, key)]:
                 del part[key]
+
+
+def _check_texts(hint: Any, node: Any, where: str) -> None:
+    """Refuse `yes` and `1e3`, which YAML reads as True and 1000.0, where an option or a part of it is a text."""
+    from omegaconf import DictConfig, ListConfig
+
+    if node is None or node._is_none() or node._is_missing() or node._is_interpolation():
+        return
+    options = options_of(hint)
+    if isinstance(node, (DictConfig, ListConfig)):
+        for option in options:
+            known = hints_of(option) if dataclasses.is_dataclass(option) else {}
+            inner = (Any, *typing.get_args(option))[-1]
+            for key in node if isinstance(node, DictConfig) else range(len(node)):
+                name = f"[{key}]" if isinstance(node, ListConfig) else f".{key}" if where else str(key)
+                _check_texts(known.get(key, inner), node._get_node(key), f"{where}{name}")
+    elif TEXTS.issuperset(options):
+        value = node._value()
+        # some texts may be a number such as 0.4
+        if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
+            raise UserError(f"'{where}' is a text, but YAML reads its value as {value!r}; write it in quotes")
 
 
 def _is_null(part: DictConfig, key: Any) -> bool:

@@ -58,7 +58,7 @@ def value_problems(key: str, hint: Any, value: Any) -> Iterator[str]:
         for index, part in enumerate(value):
             yield from value_problems(f"{key}[{index}]", _inner(hint, value), part)
     # a type that is not plain, such as a dataclass, is checked by itself
-    allowed = [option for option in _options(hint) if option is not Any]
+    allowed = [option for option in options_of(hint) if option is not Any]
     if allowed and all(option in PLAIN or option is type(None) for option in allowed):
         standing = tuple(kind for option in allowed for kind in PLAIN.get(option, (type(None),)))
         if not isinstance(value, standing):
@@ -68,7 +68,7 @@ def value_problems(key: str, hint: Any, value: Any) -> Iterator[str]:
 
 def _inner(hint: Any, value: Any) -> Any:
     """Annotation of the entries of a list or dictionary; Any if there is none."""
-    for option in _options(hint):
+    for option in options_of(hint):
         arguments = typing.get_args(option)
         # the last argument: values of a dictionary, entries of a list
         if arguments and isinstance(value, typing.get_origin(option) or ()):
@@ -76,7 +76,8 @@ def _inner(hint: Any, value: Any) -> Any:
     return Any
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def options_of(hint: Any) -> tuple[Any, ...]:
+    """The types that an annotation allows."""
     return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 

@@ -64,6 +64,15 @@ def last_values(experiment: ExperimentConfig, plans: Mapping[int, RunPlan], metr
     return {seed: value for seed, value in found.items() if value is not None}
 
 
+def start_value(experiment: ExperimentConfig, plan: RunPlan, metric: str) -> float | None:
+    """A metric at a run's evaluation before training; None if there is none, or if a mean over steps is compared."""
+    if experiment.metric_over == "steps" and metric == experiment.metric:
+        return None
+    first = evaluations(experiment, plan)[:1]
+    found = [number(record, metric) for record in first if record["step"] == 0]
+    return found[0] if found and math.isfinite(found[0]) else None
+
+
 def absent_metrics(experiment: ExperimentConfig, plans: Mapping[str, Mapping[int, RunPlan]]) -> Iterator[str]:
     """Yield a line for each secondary metric that no finished run has, with the closest existing name."""
     finished = [plan for by_seed in plans.values() for plan in by_seed.values() if is_finished(plan)]

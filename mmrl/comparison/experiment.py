@@ -72,8 +72,8 @@ class SweepConfig:
     higher_is_better: bool | None = None
     """Whether larger values of the metric are better; null means the experiment's setting."""
     extend: int = bounded(0, at_least=0)
-    """Maximum number of values added for an arm if it is best at the edge of the range, each spaced like the last
-    two."""
+    """Maximum number of values added for an arm, each spaced like the last two: beyond the edge if it is best there,
+    and smaller learning rates if the best one ends worse than the evaluation before training."""
     shared: bool = False
     """Choose one value for all arms, the one with the best mean over arms, instead of one per arm. If seeds differ more
     than values do, the best value of a single arm is a matter of luck."""

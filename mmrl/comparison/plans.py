@@ -145,7 +145,7 @@ def plan_lines(experiment: ExperimentConfig) -> Iterator[str]:
         text += f"; about {planned_minutes(experiment, runs, tried) / 60:.1f} CPU hours"
         if sweep is not None and sweep.extend:
             each = experiment.run_minutes * _sweep_share(experiment) * len(sweep.seeds)
-            text += f", plus {each:.2g} minutes for each value beyond an edge"
+            text += f", plus {each:.2g} minutes for each value that it adds"
     yield text
     if experiment.margin is not None:
         yield f"margin: a difference in {experiment.metric} matters from {experiment.margin:g} on"

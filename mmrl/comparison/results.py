@@ -65,6 +65,8 @@ class SweepRow:
     value: Any
     values: dict[int, float | None]
     mean: float | None
+    start: float | None = None
+    """Mean of the metric before training over the same seeds; None where it was not evaluated."""
 
 
 @dataclass

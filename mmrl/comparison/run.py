@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -31,8 +31,15 @@ from mmrl.comparison.curves import absent_metrics
 from mmrl.comparison.experiment import ExperimentConfig, load_experiment
 from mmrl.comparison.figures import draw
 from mmrl.comparison.plans import RunPlan, forget_digests, plan_arm_run, plan_lines, plan_preparations, plan_sweep
-from mmrl.comparison.results import Comparison, comparison_lines, failure_text
-from mmrl.comparison.summary import plan_comparison, summarise, sweep_result, sweep_values
+from mmrl.comparison.results import Comparison, SweepArm, comparison_lines, failure_text
+from mmrl.comparison.summary import (
+    below_start,
+    plan_comparison,
+    summarise,
+    sweep_next,
+    sweep_result,
+    sweep_values,
+)
 from mmrl.errors import RunError, UserError
 from mmrl.files import last_line, read_text, shortened_name, write_atomically
 from mmrl.runs.records import finite_or_none
@@ -326,8 +333,8 @@ class _Session:
             return
         shared = self.experiment.sweep.shared
         values: dict[str, list[Any]] = {}
-        # again with what the finished runs add beyond an edge
-        while values != (values := sweep_values(self.experiment, self.folder)):
+        # again with what the finished runs add
+        while values != (values := self._sweep_values(values)):
             self.run(plan_sweep(self.experiment, self.folder, values))
         found = sweep_result(self.experiment, self.folder)
         assert found is not None
@@ -336,13 +343,37 @@ class _Session:
                 text = failure_text(self.write("failed").failures)
                 own = f"run of the sweep finished for arm '{arm}'"
                 raise RunError(f"no {'value of the sweep finished for all arms' if shared else own}: {text}")
-            value, tried, note = found.chosen[arm], found.arms.get(arm), ""
-            if tried is not None and tried.at_edge:
-                small = value == min(row.value for row in tried.rows)
-                note = " (the smallest tried: does it beat the start at all?)" if small else " (the largest tried)"
-            if tried is not None and any(None in row.values.values() for row in tried.rows if row.value == value):
-                note += "; no value has all of its seeds"
-            self.announce(f"{arm}: chose {self.experiment.sweep.parameter}={value}{note}")
+            note = self._note(found.arms[arm], found.chosen[arm]) if arm in found.arms else ""
+            self.announce(f"{arm}: chose {self.experiment.sweep.parameter}={found.chosen[arm]}{note}")
+
+    def _sweep_values(self, before: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+        """Values that each arm tries now; those added to the ones before are announced, unless they are not allowed."""
+        values, found = sweep_values(self.experiment, self.folder), sweep_result(self.experiment, self.folder)
+        assert found is not None
+        for arm, tried in found.arms.items():
+            value, reason = sweep_next(self.experiment, tried) or (None, "")
+            if not reason or value in before.get(arm, ()):
+                continue
+            plan = plan_arm_run(self.experiment, self.folder, arm, found.seeds[0], value, sweeping=True)
+            try:
+                if self.command is train_command:
+                    _load(plan)
+                self.announce(f"{arm}: also tries {found.parameter}={value}, {reason}")
+            except UserError as error:
+                self.announce(f"{arm}: the sweep stops before {found.parameter}={value}: {error}")
+                values[arm].remove(value)
+        return values
+
+    def _note(self, tried: SweepArm, value: Any) -> str:
+        """What limits the choice of a value."""
+        row, note = next(row for row in tried.rows if row.value == value), ""
+        if tried.at_edge:
+            small = value == min(row.value for row in tried.rows)
+            asks = ": does it beat the start at all?" if small and row.start is None else ""
+            note = f" (the {'smallest' if small else 'largest'} tried{asks})"
+        if below_start(self.experiment, row):
+            note += f"; it ends worse than the start: {row.mean:.4g} against {row.start:.4g}"
+        return f"{note}; no value has all of its seeds" if None in row.values.values() else note
 
     def compare(self) -> None:
         """Run every arm on every seed of the comparison, with the runs of a pair close together."""

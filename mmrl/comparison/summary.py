@@ -21,6 +21,7 @@ from mmrl.comparison.curves import (
     last_values,
     read_curve,
     read_curves,
+    start_value,
     sweep_metric,
     target_of,
     work_metric,
@@ -122,7 +123,38 @@ def sweep_result(experiment: ExperimentConfig, folder: Path) -> SweepResult | No
 def sweep_values(experiment: ExperimentConfig, folder: Path) -> dict[str, list[Any]]:
     """Values that each arm tries, as far as known from its finished runs; empty without a sweep."""
     found = sweep_result(experiment, folder)
-    return {} if found is None else {arm: [row.value for row in table.rows] for arm, table in found.arms.items()}
+    if found is None:
+        return {}
+    values = {}
+    for arm, tried in found.arms.items():
+        added = sweep_next(experiment, tried)
+        values[arm] = [row.value for row in tried.rows] + ([] if added is None else [added[0]])
+    return values
+
+
+def sweep_next(experiment: ExperimentConfig, tried: SweepArm) -> tuple[Any, str] | None:
+    """The value that an arm's sweep adds to those that it has tried, with the reason; None if there is none."""
+    sweep, rows = experiment.sweep, tried.rows
+    assert sweep is not None
+    # an edge is one only when every value that was tried has its runs
+    unfinished = any(value is None for row in rows for value in row.values.values())
+    if unfinished or len(rows) - len(sweep.values) >= sweep.extend:
+        return None
+    best = _best_row(rows, sweep_metric(experiment)[1])
+    value, reason = _beyond(rows, best), "since the best value is at the edge"
+    # a smaller rate changes the model less; smaller values of other options need not
+    if value is None and below_start(experiment, best) and sweep.parameter.endswith("learning_rate"):
+        value = _beyond(rows, min(rows, key=lambda row: row.value))
+        reason = "since no value ends better than the start"
+    # whole numbers end at 1
+    return None if value is None or any(value == row.value for row in rows) else (value, reason)
+
+
+def below_start(experiment: ExperimentConfig, row: SweepRow | None) -> bool:
+    """Whether runs with a value of the sweep are known to end worse than their model was before training."""
+    if row is None or row.mean is None or row.start is None:
+        return False
+    return row.mean < row.start if sweep_metric(experiment)[1] else row.mean > row.start
 
 
 def _beyond(rows: Sequence[SweepRow], best: SweepRow | None) -> float | None:
@@ -141,16 +173,14 @@ def _beyond(rows: Sequence[SweepRow], best: SweepRow | None) -> float | None:
 
 
 def _sweep_rows(experiment: ExperimentConfig, folder: Path, arm: str) -> list[SweepRow]:
-    sweep = experiment.sweep
-    assert sweep is not None
-    rows = [_sweep_row(experiment, folder, arm, value) for value in sweep.values]
-    for _ in range(sweep.extend):
-        beyond = _beyond(rows, _best_row(rows, sweep_metric(experiment)[1]))
-        # an edge is one only when every value that was tried has its runs; whole numbers end at 1
-        known = beyond is None or any(beyond == row.value for row in rows)
-        if known or any(value is None for row in rows for value in row.values.values()):
+    """The file's values, and those beyond them of which a run has finished."""
+    assert experiment.sweep is not None
+    rows = [_sweep_row(experiment, folder, arm, value) for value in experiment.sweep.values]
+    while (added := sweep_next(experiment, SweepArm(rows, at_edge=False))) is not None:
+        row = _sweep_row(experiment, folder, arm, added[0])
+        if row.mean is None:
             break
-        rows.append(_sweep_row(experiment, folder, arm, beyond))
+        rows.append(row)
     return rows
 
 
@@ -158,10 +188,14 @@ def _sweep_row(experiment: ExperimentConfig, folder: Path, arm: str, value: Any)
     assert experiment.sweep is not None
     seeds = experiment.sweep.seeds
     plans = {seed: plan_arm_run(experiment, folder, arm, seed, value, sweeping=True) for seed in seeds}
-    finished = last_values(experiment, plans, sweep_metric(experiment)[0])
+    metric = sweep_metric(experiment)[0]
+    finished = last_values(experiment, plans, metric)
+    starts = [start_value(experiment, plans[seed], metric) for seed in finished]
     # over the finished seeds; the table shows which are missing
     mean = sum(finished.values()) / len(finished) if finished else None
-    return SweepRow(value, {seed: finished.get(seed) for seed in plans}, mean)
+    known = [start for start in starts if start is not None]
+    start = sum(known) / len(known) if known and len(known) == len(starts) else None
+    return SweepRow(value, {seed: finished.get(seed) for seed in plans}, mean, start)
 
 
 def _mean_rows(arms: Mapping[str, list[SweepRow]]) -> list[SweepRow]:

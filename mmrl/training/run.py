@@ -257,16 +257,19 @@ def open_evaluation(entry: Any, config: Any, folder: Path | None) -> Iterator[tu
     """The recipe of an evaluation with the policy of a checkpoint or of the configuration, and its step."""
     from mmrl.runs.checkpoint import Checkpoints
     from mmrl.runs.tracking import bars_hidden
+    from mmrl.training.machines import watched
     from mmrl.training.recipe import Step
 
     # the base model of a run may be gone, its own weights are in the checkpoint
     if folder is not None:
         _start_from_checkpoint(config, folder / "model")
     accelerator = _start(config, trains=False)
-    recipe: Any = _build(entry, config, accelerator)
     # an evaluation without training has no `tracking`, and shows its progress
     quiet = hasattr(config, "tracking") and config.tracking.quiet
-    with closing(recipe), bars_hidden(quiet):
+    # the others would wait for a lost process for as long as collective operations may take
+    with watched(accelerator) as watch, bars_hidden(quiet), closing(_build(entry, config, accelerator)) as recipe:
+        if watch is not None:
+            watch.stage = lambda: "the evaluation"
         if not recipe.eval_tasks:
             raise UserError("this configuration has no evaluation data; set eval_data")
         step = 0

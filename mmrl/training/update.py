@@ -276,7 +276,10 @@ class Updater:
         # per rollout step: its old policy is the one that this update starts from
         self._moves = False
         for epoch in range(self.config.epochs):
-            for minibatch in self._minibatches(rollouts, step, epoch):
+            minibatches = self._minibatches(rollouts, step, epoch)
+            # a filter may leave fewer groups than minibatches
+            self.waited += self.config.minibatches_per_step - len(minibatches)
+            for minibatch in minibatches:
                 metrics = self._optimiser_step(minibatch, step)
                 taken.extend([metric_values(metrics)] if metrics is not None else [])
                 self.heap.trim()
@@ -630,7 +633,7 @@ def outcome(recipe: Recipe[Any, Any], updater: Updates, log: RunLog, steps: int)
             steps,
             "warm_up",
             f"the learning rate never reached its peak: the run took {updater.optimiser_step} optimiser steps, "
-            f"fewer than trainer.warmup_steps ({warmup})",
+            f"fewer than trainer.warmup_steps ({warmup}); set trainer.warmup_steps=0 to try a short run",
         )
     if steps and not updater.moved:
         log.warnings.say(

@@ -130,10 +130,14 @@ def test_draws_are_uniform_and_of_the_task():
 
 def test_what_the_last_draw_of_a_step_is_does_not_depend_on_the_process(monkeypatch):
     """This process has a success of the first draw alone; another one, without a usable task then, of the second."""
-    buffer, fresh = ReplayBuffer(ReplayConfig()), [((0, 3), ("a", {"number": 0}))]
+    buffer, fresh = ReplayBuffer(ReplayConfig()), [((0, 3), ("a", [{"number": 0}]))]
     monkeypatch.setattr(arpo, "from_all", lambda mine: [mine, 1])
     buffer.push_all(fresh, step=0)
     assert (len(buffer), fresh) == (0, [])
+    # nor is the first draw's success stored where the second has none anywhere
+    monkeypatch.setattr(arpo, "from_all", lambda mine: [mine])
+    buffer.push_all([((0, 3), ("a", [{"number": 0}])), ((1, 3), ("a", []))], step=0)
+    assert len(buffer) == 0
 
 
 def test_old_trajectories_are_not_drawn_and_go():

@@ -1,8 +1,11 @@
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from mmrl.comparison import run as compare
 from mmrl.comparison.plans import sweep_label
+from mmrl.comparison.run import run_experiment
 from mmrl.errors import RunError, UserError
 
 
@@ -46,11 +49,43 @@ def test_a_sweep_goes_on_beyond_an_edge_until_its_best_value_is_inside(lab):
     # as often as the file allows, and it says that a better value may be outside
     short = lab.run(sweep={**sweep, "extend": 1}, seeds=[1])["sweep"]["arms"]["papo"]
     assert ([row["value"] for row in short["rows"]], short["at_edge"]) == ([0.1, 1.0, 0.01], True)
-    # the smallest rate wins also where no rate learns
     said = "papo: chose trainer.learning_rate=0.01"
-    assert f"{said} (the smallest tried: does it beat the start at all?)" in lab.lines
+    assert f"{said} (the smallest tried)" in lab.lines
     lab.run(sweep={**sweep, "values": [0.001, 0.01], "extend": 0}, seeds=[1])
     assert f"{said} (the largest tried)" in lab.lines
+
+
+def test_a_sweep_goes_on_to_smaller_rates_while_no_rate_ends_better_than_the_start(lab):
+    """Runs start at 0.1, and only rates below 0.15 end above it, though the best of the file's is inside its range."""
+    lab.edit('+ float(settings.get("gain", 0))', "- 0.5 + (0.1 if rate < 0.15 else -0.7 if 0.3 < rate < 0.5 else -1)")
+    sweep = {"values": [0.2, 0.4, 0.8], "seeds": [11], "overrides": {"few": 1, "best": 0.1}}
+    rows = lab.run(sweep={**sweep, "extend": 2}, seeds=[1])["sweep"]["arms"]["papo"]["rows"]
+    assert [row["value"] for row in rows] == [0.2, 0.4, 0.8, 0.1, 0.05]
+    assert {row["start"] for row in rows} == {0.1}
+    assert "papo: also tries trainer.learning_rate=0.1, since no value ends better than the start" in lab.lines
+    lab.run(sweep={**sweep, "extend": 0}, seeds=[1])
+    end = "papo: chose trainer.learning_rate=0.4; it ends worse than the start: -0.89 against 0.1"
+    assert end in lab.lines
+
+
+def test_a_sweep_stops_before_a_value_that_is_not_allowed(lab, monkeypatch):
+    """Without it, the rejected run would end the whole comparison."""
+
+    def load(plan):
+        if any(text.startswith("trainer.learning_rate=2") for text in plan.overrides):
+            raise UserError("trainer.learning_rate is 2; must be at most 1")
+        return SimpleNamespace(rollers=None)
+
+    command = lab.command
+    monkeypatch.setattr(compare, "train_command", command)
+    monkeypatch.setattr(compare, "_load", load)
+    sweep = {"values": [0.5, 1.0], "seeds": [11], "extend": 2}
+    path = lab.write(overrides={"best": 4}, sweep=sweep, seeds=[1])
+    run_experiment(path, lab.output, command=command, announce=lab.lines.append)
+    papo = lab.result()["sweep"]["arms"]["papo"]
+    assert ([row["value"] for row in papo["rows"]], papo["at_edge"]) == ([0.5, 1.0], True)
+    assert any("papo: the sweep stops before trainer.learning_rate=2.0" in line for line in lab.lines)
+    assert lab.result()["failures"] == []
 
 
 @pytest.mark.parametrize("change", [{"values": [0.1]}, {"values": ["a", "b"]}, {"shared": True}])

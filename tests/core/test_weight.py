@@ -157,6 +157,13 @@ def test_blocks_that_know_the_total_reward_only_are_refused_where_each_reward_ha
         decoupled_advantages(get(name), random_rollouts(), {"accuracy": 1.0})
 
 
+def test_a_bonus_beside_the_reward_is_refused_where_each_reward_has_advantages():
+    halved = get("canon_length")
+    decoupled_advantages(halved, random_rollouts(), {"accuracy": 1.0})
+    with pytest.raises(ValueError, match="'regrouped_by_length' uses the summed reward"):
+        decoupled_advantages(halved.override({"advantage": {"beta": 0.5}}), random_rollouts(), {"accuracy": 1.0})
+
+
 def test_rewards_of_decisions_are_refused_where_each_reward_has_advantages():
     rollouts = random_rollouts()
     rollouts = rollouts.replace(extras={"decision_reward": torch.zeros_like(rollouts.mask)})

@@ -10,6 +10,7 @@ from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step, make_reference
 from mmrl.training.update import count_denominators, update_constants
 from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.data.task import TaskError
 from mmrl.vlm.methods.distillation import DistilConfig, DistilRecipe, DistilSettings
 from mmrl.vlm.methods.teacher import TEACHER, TeacherConfig
 from mmrl.vlm.toy.countdown import build_model
@@ -126,6 +127,24 @@ def test_given_answers_are_rows_of_their_own(make_recipe, other):
     output = recipe.loss(recipe.policy, rows, count_denominators(recipe, rows), Step())
     gap = rows.logp_old - rows.extras["logp_teacher"]
     assert output.metrics["distil/kl_sampled"].value == pytest.approx(float((gap * own).sum() / own.sum()), abs=1e-4)
+
+
+def test_one_kind_of_question_that_can_be_used_is_enough(make_recipe, other, monkeypatch):
+    """The sampled questions are too long; a run in one process goes on with the given answers, so each process does."""
+    recipe = make_recipe(TeacherConfig(path=str(other)), on_policy=0.5, divergence=1.0)
+    tasks, encode = recipe.train_tasks[:4], recipe.policy.encode
+    rows = recipe.rollout(recipe.policy, tasks, Streams(0), Step())
+    sampled = {VlmPayload.of(rows).tasks[group].id for group in rows.group[rows.extras["source"] == 0].tolist()}
+
+    def fitting(task):
+        if task.id in sampled:
+            raise TaskError("too_long", task.id, "it is too long")
+        return encode(task)
+
+    monkeypatch.setattr(recipe.policy, "encode", fitting)
+    rows = recipe.rollout(recipe.policy, tasks, Streams(0), Step())
+    assert set(rows.extras["source"].tolist()) == {2}
+    assert rows.num_groups == len(tasks) - len(sampled)
 
 
 def test_what_cannot_teach_is_refused(make_recipe, tmp_path, tiny_folders):

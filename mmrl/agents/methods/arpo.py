@@ -47,7 +47,7 @@ from mmrl.training.recipe import LossTerm, Passes, Step, TermLoss
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
 CORRECTIONS = ("recompute", "behaviour")
-Fresh = tuple[tuple[int, int], tuple[str, Record]]
+Fresh = tuple[tuple[int, int], tuple[str, list[Record]]]
 """Draw and index of its task in the step, the key that it is stored under, and an episode."""
 MEGABYTE = 10**6
 
@@ -130,8 +130,9 @@ class ReplayBuffer:
         # If the step drew its tasks more than once, the list also has the episodes of earlier draws; a process may have
         # none of the last one.
         last = max(from_all(max((draw for (draw, _), _ in fresh), default=0)))
-        for task, record in merge_in_order([entry for entry in fresh if entry[0][0] == last]):
-            self.push(task, record, step)
+        for task, records in merge_in_order([entry for entry in fresh if entry[0][0] == last]):
+            for record in records:
+                self.push(task, record, step)
         fresh.clear()
 
     def draw(self, task: str, step: int, generator: torch.Generator) -> tuple[Record, int] | None:
@@ -298,13 +299,11 @@ class ArpoRecipe(AgentRecipe):
             return super().rollout(policy, tasks, streams, step)
         groups = self.run_groups(policy, tasks, streams, step)
         streams = streams.among(tasks, [group[0].task for group in groups])
-        self._fresh += [
-            ((streams.draw, place), (episode.task.id, store_episode(episode)))
-            for place, own in zip(streams.places, groups, strict=True)
-            for episode in own
+        for place, own in zip(streams.places, groups, strict=True):
             # the environment's reward alone: a format penalty says nothing about success
-            if episode.total > settings.threshold
-        ]
+            found = [store_episode(episode) for episode in own if episode.total > settings.threshold]
+            # groups without a success too, which tell the last draw from earlier ones
+            self._fresh.append(((streams.draw, place), (own[0].task.id, found)))
         # before anything is injected, which would change the outcomes
         low = sum(needs_replay([e.total for e in own], settings.max_std, settings.max_mean) for own in groups)
         injected = inject_successes(groups, self.replay.buffer, settings, step.number, streams)

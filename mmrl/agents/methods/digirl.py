@@ -219,8 +219,9 @@ class DigirlRecipe(AgentRecipe):
             groups = self.run_groups(policy, tasks, streams, step)
             kept = streams.among(tasks, [group[0].task for group in groups])
             # an episode without a result has no reward to filter by
-            valid = [(place, e) for place, own in zip(kept.places, groups, strict=True) for e in own if e.has_result]
-            self._fresh += [((streams.draw, place), (EPISODES, store_episode(episode))) for place, episode in valid]
+            for place, own in zip(kept.places, groups, strict=True):
+                valid = [store_episode(episode) for episode in own if episode.has_result]
+                self._fresh.append(((streams.draw, place), (EPISODES, valid)))
             return kept.noted(pack_groups(groups, policy))
         records = self.store.stored(EPISODES)
         drawn = streams.stack(len(tasks), lambda own: torch.randint(len(records), (1,), generator=own), "stored")

@@ -273,9 +273,10 @@ class ArcherRecipe(AgentRecipe):
         """Run G episodes of each task, to be stored."""
         groups = self.run_groups(policy, tasks, streams, step)
         kept = streams.among(tasks, [group[0].task for group in groups])
-        valid = [(place, e) for place, own in zip(kept.places, groups, strict=True) for e in own if e.has_result]
         # the place gives the order of storing, which must be the same in every process (see `push_all`)
-        self._fresh += [((streams.draw, place), (EPISODES, store_episode(episode))) for place, episode in valid]
+        for place, own in zip(kept.places, groups, strict=True):
+            valid = [store_episode(episode) for episode in own if episode.has_result]
+            self._fresh.append(((streams.draw, place), (EPISODES, valid)))
         return kept.noted(pack_groups(groups, policy))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:

@@ -20,13 +20,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list, gather_object
+from accelerate.utils import broadcast_object_list
 
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 from mmrl.hub.chat_endpoint import ask_chat, check_url
 from mmrl.rewards import RewardResult
 from mmrl.rewards.reward_loading import load_function
+from mmrl.training.processes import merge_in_order
 from mmrl.training.recipe import Step
 from mmrl.vlm.critic.flaws import filled
 from mmrl.vlm.data.dataset import LoadedTasks
@@ -146,9 +147,8 @@ class MetaRewardRecipe(VlmRecipe):
 
     def _rewrite(self, rollouts: Rollouts, accelerator: Accelerator) -> None:
         """Ask the meta judge in the main process, and give its rubric to all."""
-        found = self._samples(rollouts)
         # a collective call, so every process makes it, though only the main one asks
-        found = gather_object(found) if accelerator.num_processes > 1 else found
+        found = merge_in_order(self._samples(rollouts))
         text = [self._ask(spread(found, self.config.rubric.samples)) if accelerator.is_main_process else ""]
         if accelerator.num_processes > 1:
             broadcast_object_list(text)
@@ -175,16 +175,22 @@ class MetaRewardRecipe(VlmRecipe):
             return ""
         return "" if text == self.rubric.text else text
 
-    def _samples(self, rollouts: Rollouts) -> list[Sample]:
+    def _samples(self, rollouts: Rollouts) -> list[tuple[tuple[int, int], Sample]]:
+        """Scored rows by place and number, an order that does not depend on the number of processes."""
         payload, groups = VlmPayload.of(rollouts), rollouts.host.group.tolist()
+        places = rollouts.places or range(rollouts.num_groups)
+        rows = enumerate(zip(groups, payload.texts, rollouts.reward.tolist(), strict=True))
         return [
-            {
-                "prompt": payload.prompts[group].text,
-                "response": text,
-                "reward": reward,
-                "answer": payload.tasks[group].columns.get("answer", ""),
-            }
-            for group, text, reward in zip(groups, payload.texts, rollouts.reward.tolist(), strict=True)
+            (
+                (places[group], row),
+                {
+                    "prompt": payload.prompts[group].text,
+                    "response": text,
+                    "reward": reward,
+                    "answer": payload.tasks[group].columns.get("answer", ""),
+                },
+            )
+            for row, (group, text, reward) in rows
             # not NaN
             if reward == reward
         ]

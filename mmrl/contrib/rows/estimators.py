@@ -167,14 +167,17 @@ class Regrouped(Advantage):
     beta: float = rare(0.0)
     """Bonus for the upper half and penalty for the lower half."""
 
+    @property
+    def reads_sum(self) -> bool:  # type: ignore[override]
+        """The bonus is added once, not once for each reward."""
+        return self.beta != 0
+
     def halved_by(self, rollouts: Rollouts) -> Tensor:
         """The metric (B,)."""
         raise NotImplementedError
 
     def __call__(self, rollouts: Rollouts) -> Tensor:
-        reward = rollouts.reward
-        group = rollouts.group
-        valid = rollouts.scored
+        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
         upper = upper_half(self.halved_by(rollouts), group, valid)
         high, low = (group_means(reward, group, half) for half in (upper, valid & ~upper))
         own, other = torch.where(upper, high, low), torch.where(upper, low, high)
@@ -246,9 +249,7 @@ class BudgetTarget(Advantage):
     def __call__(self, rollouts: Rollouts) -> Tensor:
         """See `Advantage`; a row alone in its group gets the second term only."""
         budget = extra(rollouts, "budget", self.kind).to(rollouts.reward.dtype)
-        reward = rollouts.reward
-        group = rollouts.group
-        valid = rollouts.scored
+        reward, group, valid = rollouts.reward, rollouts.group, rollouts.scored
         # rows of a group with equal budgets, renumbered from 0
         shared = torch.stack([group.to(budget.dtype), budget], 1).unique(dim=0, return_inverse=True)[1]
         target = 4.0 * torch.cos(math.pi * budget / self.length)

@@ -33,7 +33,7 @@ from mmrl.fields import Unless, bounded, only_with, rare
 from mmrl.training.distillation import DistilWeights, TeacherTerm, importance_weighted
 from mmrl.training.objectives import ObjectiveConfig
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import Step, opening
+from mmrl.training.recipe import NoUsableTasksError, Step, opening
 from mmrl.vlm.data.prompt import VlmPayload
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
@@ -101,16 +101,21 @@ class DistilRecipe(VlmRecipe):
         # drawn for each question, so that it does not depend on the others in the batch
         sampled = streams.uniform(len(tasks), 1, purpose="on_policy") < self.config.distil.on_policy
         own, given = ([place for place, wanted in enumerate(sampled == side) if wanted] for side in (True, False))
-        parts = []
-        if own:
-            parts.append(super().rollout(policy, [tasks[place] for place in own], streams.select(own), step))
-            parts[0] = parts[0].replace(extras={**parts[0].extras, SOURCE: torch.zeros_like(parts[0].group)})
-        if given:
-            parts.append(self._given(policy, [tasks[place] for place in given], streams.select(given)))
+        parts: list[Rollouts] = []
+        failure: NoUsableTasksError | None = None
+        for places, answer in ((own, self._sampled), (given, self._given)):
+            try:
+                if places:
+                    parts.append(answer(policy, [tasks[place] for place in places], streams.select(places), step))
+            except NoUsableTasksError as error:
+                failure = error
+        # one kind that can be used is enough: with more processes, a process has few questions of each
+        if failure is not None and not parts:
+            raise failure
         joined = Rollouts.concat(parts)
-        place = {id(task): number for number, task in enumerate(tasks)}
+        assert joined.places is not None
         # back in the order of the questions: streams and metrics follow it
-        order = sorted(range(joined.num_groups), key=lambda group: place[id(VlmPayload.of(joined).tasks[group])])
+        order = sorted(range(joined.num_groups), key=joined.places.__getitem__)
         return joined.select_groups(torch.tensor(order))
 
     def advantages(self, rollouts: Rollouts, accelerator: Accelerator, step: Step) -> Rollouts:
@@ -121,7 +126,12 @@ class DistilRecipe(VlmRecipe):
         assert scores.states is not None
         return self.teacher.divergence(scores.states, minibatch, self.config.distil.beta)
 
-    def _given(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams) -> Rollouts:
+    def _sampled(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
+        """Sampled responses."""
+        rows = super().rollout(policy, tasks, streams, step)
+        return rows.replace(extras={**rows.extras, SOURCE: torch.zeros_like(rows.group)})
+
+    def _given(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """One row for each question, its answer in the data."""
         usable, prompts = self.encode(policy, tasks)
         texts = [str(task.columns[self.config.distil.target_key]) for task in usable]

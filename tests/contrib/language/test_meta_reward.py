@@ -58,6 +58,14 @@ def test_the_judge_reads_the_rubric_that_the_meta_judge_wrote(made):
     assert take(other, 0) == 1
 
 
+def test_samples_are_in_the_order_of_places_whatever_process_has_them(made):
+    recipe = made()
+    rows = recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0, [5, 2]), Step())
+    keys = [key for key, _ in recipe._samples(recipe.score(rows, Step()))]
+    half = len(keys) // 2
+    assert keys == [(5 if row < half else 2, row) for row in range(2 * half)]
+
+
 def test_a_meta_judge_that_fails_leaves_the_rubric(made, caplog, monkeypatch):
     recipe = made(interval=1, meta=f"{HERE}:broken")
     assert [take(recipe, number) for number in range(2)] == [2, 2]

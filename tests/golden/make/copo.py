@@ -48,7 +48,9 @@ def run(clone: Clone, inputs: dict, *, global_flg="soft-with-zero", k=5, b=1, re
     torch.set_default_dtype(torch.float32)
     compute = clone.function(CORE, "compute_policy_loss_with_global", **names)
     bounds = {"cliprange_low": 0.2, "cliprange_high": 0.2, "loss_agg_mode": "seq-mean-token-mean"}
-    loss = compute(reward, global_flg, given.logp_old, logp, own, given.mask, among, entropy, b=b, k=k, **bounds)[0]
+    # the coefficient of 1 counts in a form of the blend that is not used here
+    given_rows = (given.logp_old, logp, own, given.mask, among, entropy)
+    loss = compute(reward, global_flg, 1.0, *given_rows, b=b, k=k, **bounds)[0]
     calls = ("compute_grpo_outcome_advantage_with_global", "compute_policy_loss_with_global")
     return {
         "program": clone.name,

@@ -1,5 +1,7 @@
 """The evaluation driver: batches, order, several protocols, rows on disk, intervals."""
 
+import contextlib
+import functools
 import gc
 import io
 import json
@@ -17,7 +19,7 @@ from rich.live import Live
 from mmrl.runs.records import ResumableRows, SampleRecord, read_jsonl
 from mmrl.runs.statistics import cluster_bootstrap_interval, wilson_interval, with_interval
 from mmrl.runs.tracking import ConsoleSink, TrackingConfig
-from mmrl.training import run
+from mmrl.training import machines, run
 from mmrl.training.evaluation import Measure, evaluate_tasks, unscored
 from mmrl.training.processes import make_accelerator
 
@@ -117,12 +119,35 @@ def test_quiet_evaluations_without_training_show_no_bar(quiet, monkeypatch):
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.setattr("sys.stdout", out := Terminal())
     recipe = SimpleNamespace(eval_tasks={"held_out": [1]}, policy=torch.nn.Linear(1, 1), close=lambda: None)
-    monkeypatch.setattr(run, "_start", lambda config, trains: SimpleNamespace(device="cpu"))
+    monkeypatch.setattr(run, "_start", lambda config, trains: SimpleNamespace(device="cpu", num_processes=1))
     monkeypatch.setattr(run, "_build", lambda entry, config, accelerator: recipe)
     config = SimpleNamespace(tracking=TrackingConfig(quiet=quiet), trainer=SimpleNamespace(steps=1))
     with run.open_evaluation(None, config, None):
         assert evaluate(Squares()).metrics["n"] == 4
     assert ("evaluation, tasks" in out.getvalue()) is not quiet
+
+
+def test_processes_of_an_evaluation_watch_each_other(monkeypatch):
+    """From before models are loaded to the end; the others would wait for a process that was killed."""
+    events, watch = [], SimpleNamespace()
+
+    @contextlib.contextmanager
+    def watched(accelerator):
+        events.append("watched")
+        yield watch
+        events.append("over")
+
+    def build(entry, config, accelerator):
+        events.append("built")
+        close = functools.partial(events.append, "closed")
+        return SimpleNamespace(eval_tasks={"held_out": [1]}, policy=torch.nn.Linear(1, 1), close=close)
+
+    monkeypatch.setattr(machines, "watched", watched)
+    monkeypatch.setattr(run, "_start", lambda config, trains: SimpleNamespace(device="cpu", num_processes=2))
+    monkeypatch.setattr(run, "_build", build)
+    with run.open_evaluation(None, SimpleNamespace(trainer=SimpleNamespace()), None):
+        assert watch.stage() == "the evaluation"
+    assert events == ["watched", "built", "closed", "over"]
 
 
 def test_without_tasks_nothing_is_run():

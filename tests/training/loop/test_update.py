@@ -187,6 +187,13 @@ def test_the_count_of_steps_without_gradient_is_part_of_the_state(make_trainer):
     assert other.updater.waited == 0
 
 
+def test_minibatches_for_which_a_filter_leaves_no_group_count_for_the_decay(make_trainer):
+    trainer = make_trainer(recipe=PlainRecipe, preset="grpo", minibatches_per_step=3, schedule="linear")
+    kept = prepared(trainer).select_groups(torch.tensor([0]))
+    metrics = trainer.updater.update(kept, Step())
+    assert (trainer.updater.optimiser_step, metrics["optim/without_gradient"]) == (1, 2)
+
+
 def test_group_kept_for_a_step_without_gradient_has_scored_rows(make_trainer):
     trainer = make_trainer(recipe=PlainRecipe, preset="dapo", skip_steps_without_gradient=False)
     rollouts, _ = trainer.collect()
