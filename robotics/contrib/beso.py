@@ -125,7 +125,8 @@ class BesoPolicy(EncodedPolicy, ActionPolicy):
         if temperature != 1:
             raise UserError(f"acting.temperature is {temperature:g}, but a policy of kind beso has no temperature")
         config = self.config
-        noise = to_device(draw_rows(torch.randn, (len(batch), *self.noise_shape), generator), self.device)
+        size = (self.chunk, self.action_size)
+        noise = to_device(draw_rows(torch.randn, (len(batch), *size), generator), self.device)
         chunk = config.sigma_max * (noise if start is None else start.to(noise)).flatten(1)
         with torch.no_grad():
             # encoded once; only the small network runs in each step
@@ -137,7 +138,7 @@ class BesoPolicy(EncodedPolicy, ActionPolicy):
                 clean = [denoised(self.network, one, chunk, chunk.new_tensor(now), config.sigma_data) for one in seen]
                 aim = clean[0] if len(clean) == 1 else clean[1] + config.guidance * (clean[0] - clean[1])
                 chunk = later / now * chunk + (1 - later / now) * aim
-        decisions = chunk.unflatten(1, self.noise_shape)
+        decisions = chunk.unflatten(1, size)
         return ActionChoice(decisions.clamp(-1, 1), decisions, torch.full((len(batch), 1), math.nan))
 
     def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, None]:

@@ -143,7 +143,7 @@ class MixtureActionPolicy(SquashedActionPolicy):
         logp = _pick(score_squashed(before, found.mean, found.log_std), best)
         return value, logp.sum(1), frequency_loss(found.weights.exp(), best)
 
-    def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, None]:
+    def log_probs(self, batch: PolicyInputs, decisions: Tensor, temperature: float = 1.0) -> tuple[Tensor, None]:  # type: ignore[override]
         """Score decisions (B, K, D) before the tanh, as a mixture; its entropy has no closed form."""
         expected = (len(batch), self.chunk, self.action_size)
         if tuple(decisions.shape) != expected:
