@@ -148,11 +148,18 @@ def read_mmbench_gui(cells: Cells, context: RowContext) -> Annotation:
 def read_ui_vision(cells: Cells, context: RowContext) -> Annotation:
     """A row of element_grounding_{basic,functional,spatial}.json; swapped corners are sorted, as the metric does.
 
-    Source: uivision/UI-Vision eval/grounding/eval_uivision.py.
+    Published rows have the application, as `platform`, but not its category.
+
+    Source: uivision/UI-Vision eval/grounding/eval_uivision.py and mapdict_cat2platform.json.
     """
     x1, y1, x2, y2 = box_cell(cells, "bbox")
-    columns = {"category": "category", "type": "element_type", "application": "platform"}
-    optional = {name: str(cells[key]) for name, key in columns.items() if cells.get(key)}
+    application = str(cells.get("platform") or "")
+    columns = {
+        "category": cells.get("category") or CATEGORIES.get(application.lower()),
+        "type": cells.get("element_type"),
+        "application": application,
+    }
+    optional = {name: str(value) for name, value in columns.items() if value}
     return _annotation(
         cells,
         context,
@@ -313,3 +320,18 @@ def shortened(value: Any) -> str:
 
 PLATFORMS = {"ios": "mobile", "android": "mobile", "windows": "desktop", "macos": "desktop"}
 """Platform of each data source; all others are web pages."""
+_APPLICATIONS = {
+    "Browsers": "Brave, Chromium, DuckDuckGo, Mozilla Firefox",
+    "Creativity": "Blender, darktable, FontForge, GIMP, Inkscape, Krita, Lightworks, MuseScore, Natron, OBS Studio, "
+    "OpenShot, OpenToonz, Scribus, Shotcut, WordPress",
+    "Development": "Arduino IDE, Atom, Bash, Bluefish, Brackets, Code::Blocks, Conky, Eclipse, FreeCAD, Geany, gedit, "
+    "IntelliJ IDEA, KDevelop, Komodo Edit, NetBeans, PyCharm, Qt Creator, Spyder, Ubuntu Terminal, VSCode",
+    "Education": "Anki, Audacity, Calibre, GrassGIS, Mendeley, OpenBoard, QGIS, Zotero",
+    "Entertainment": "Element, Emby, Kodi, Lemmy, Mastodon, Matrix, Signal, VLC Media Player",
+    "Productivity": "7-Zip, Affine, Bitwarden, Cryptomator, draw.io, Flameshot, GnuCash, Gnumeric, Jitsi, Joplin, "
+    "LibreOffice Calc, LibreOffice Draw, LibreOffice Impress, LibreOffice Writer, Metabase, Nemo, Nextcloud, "
+    "OnlyOffice Calendar, OnlyOffice Document Editor, OnlyOffice Forms, OnlyOffice PDF Forms, OnlyOffice Presentation, "
+    "OnlyOffice Spreadsheet, OpenProject, PDFedit, Simplenote, WeKan, Zulip",
+}
+CATEGORIES = {name.lower(): category for category, names in _APPLICATIONS.items() for name in names.split(", ")}
+"""Category of each application of UI-Vision; its files differ in capitals."""

@@ -93,7 +93,7 @@ class BenchmarkFiles:
 
 
 def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
-    """Read the samples of a copy; raises UserError if a file is missing or a row is malformed."""
+    """Read the samples of a copy; raises UserError for a missing file, a malformed row or boxes of another form."""
     benchmark = find_benchmark(config.benchmark)
     copy = locate(benchmark, config.path, config.images)
     images = ImageFolder(copy.image_roots)
@@ -134,6 +134,12 @@ def load_benchmark(config: BenchmarkConfig) -> list[GroundingSample]:
         raise UserError(f"{benchmark.title}: {', '.join(map(str, copy.files))} has no rows")
     convention = fit_convention(copy.layout.form, boxes, places)
     if convention is not None and convention.verdict in ("mixed", "wrong", "thousandths"):
+        # rows that say their own unit are read in it, so that the copy may be right
+        if convention.is_refused and all(form is copy.layout.form for _, form, _ in boxes):
+            raise UserError(
+                f"{benchmark.title}: {convention.sentence}; set eval_data.NAME.path to a copy whose boxes are "
+                f"{copy.layout.form}, as published"
+            )
         LOGGER.warning("%s: %s", benchmark.title, convention.sentence)
     return samples
 

@@ -27,7 +27,7 @@ from mmrl.fields import bounded, check_fields, choice, parts_of, rare
 from mmrl.files import write_atomically
 from mmrl.gui.benchmarks.benchmark_copies import BenchmarkConfig, load_benchmark
 from mmrl.gui.benchmarks.benchmark_table import Benchmark, find_benchmark
-from mmrl.gui.benchmarks.prompts import BenchmarkPrompt, PromptPreset, begin_answer, question
+from mmrl.gui.benchmarks.prompts import FROM_RUN, PRESETS, BenchmarkPrompt, PromptPreset, begin_answer, question
 from mmrl.gui.grounding.answers import PARSERS, ParsedPoints, parse_answer, without_think
 from mmrl.gui.grounding.coords import MAX_TOKENS, MIN_TOKENS, CoordinateSpace, Point, Resize
 from mmrl.gui.grounding.samples import GroundingSample, Refusal, draw_answer
@@ -385,12 +385,13 @@ class GroundingEvaluation:
         self.policy.check_reads_media("grounding benchmarks show screens")
         self.resize = self._make_resize()
         trained = self.policy.family.points
-        if trained and trained != self.preset.space:
-            LOGGER.warning(
-                "points are read as %s, but models of type %s were trained to write %s (prompt.space)",
-                self.preset.space,
-                self.policy.network.config.model_type,
-                trained,
+        # no file tells a model that was tuned to another space from its base, so its user has to say it
+        if trained and trained != self.preset.space and not config.prompt.space and config.prompt.preset != FROM_RUN:
+            presets = ", ".join(name for name, preset in PRESETS.items() if preset.space == trained)
+            raise UserError(
+                f"prompt.preset={config.prompt.preset} reads points as {self.preset.space}, but models of type "
+                f"{self.policy.network.config.model_type} were trained to write {trained} (presets: {presets}); if "
+                "this one was tuned to another space, set prompt.space"
             )
         self.eval_tasks = {name: self._tasks(found) for name, found in samples.items()}
 

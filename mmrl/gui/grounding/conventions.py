@@ -14,6 +14,8 @@ ENOUGH = 0.995
 """Minimum fraction of boxes that must have an area and be inside their image under the declared convention."""
 MANY = 0.9
 """Below this fraction, there are more than a few bad boxes."""
+ENOUGH_BOXES = 20
+"""With fewer boxes, another convention may be a coincidence."""
 CHANCE = 1e-6
 """Maximum probability at which boxes of wide images all below 1000 pixels still count as chance."""
 FEW = 0.05
@@ -98,6 +100,13 @@ class Convention:
         if self.fits >= ENOUGH:
             return "ambiguous" if self.other_fits >= ENOUGH else "right"
         return "unsure"
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the boxes cannot be used, as they are not what they are declared to be."""
+        if self.verdict not in ("mixed", "wrong", "thousandths"):
+            return False
+        return self.verdict == "mixed" or self.boxes >= ENOUGH_BOXES or self.in_unit_range == 1
 
     @property
     def sentence(self) -> str:

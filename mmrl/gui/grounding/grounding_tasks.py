@@ -50,8 +50,6 @@ if TYPE_CHECKING:
 
 LOGGER = logging.getLogger("mmrl")
 
-ENOUGH_BOXES = 20
-"""With fewer boxes, another convention may be a coincidence."""
 TEMPLATE = (
     'The screen is {width} x {height} pixels. Which element is meant by "{instruction}"? Answer with a JSON list of '
     'points, the most likely first: [{{"point_2d": [x, y]}}, ...]'
@@ -248,10 +246,8 @@ class WrittenTasks:
         if self.bad:
             return str(self.bad[0])
         found = self.convention
-        if found is None or found.verdict not in ("mixed", "wrong", "thousandths"):
+        if found is None or not found.is_refused:
             return ""
-        if found.verdict != "mixed" and found.boxes < ENOUGH_BOXES and found.in_unit_range < 1:
-            return ""  # a coincidence
         return f"{found.sentence}; bbox and boxes are [left, top, right, bottom] in pixels of the image"
 
     @property

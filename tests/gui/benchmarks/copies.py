@@ -139,9 +139,8 @@ def ui_vision(folder: Path) -> Path:
                 "image_size": [WIDTH, HEIGHT],
                 "prompt_to_evaluate": f"element {number}",
                 "bbox": list(box) if number else [box[2], box[3], box[0], box[1]],
-                "platform": "GIMP",
+                "platform": ("GIMP", "Chromium")[number % 2],
                 "element_type": "Icon",
-                "category": ("Creativity", "Browsers")[number % 2],
             }
             for number, box in enumerate(BOXES)
         ]

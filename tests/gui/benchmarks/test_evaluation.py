@@ -131,10 +131,19 @@ def test_points_in_another_space_are_warned_of(tmp_path, models, caplog):
     assert "100% of the first points are outside their screens; does the model write abs_resized" in caplog.text
 
 
+def test_points_in_another_space_than_the_familys_have_to_be_confirmed(tmp_path, models):
+    with pytest.raises(UserError, match=r"abs_resized, .* qwen3_vl were .* rel1000 \(presets: rel1000\).*prompt.space"):
+        run(tmp_path, models["qwen3_vl"], "screenspot_v2")
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_asks_both_families(preset, tmp_path, models):
     for family, folder in models.items():
-        options = {"prompt.preset": preset, "eval_data.osworld_g.max_samples": 7}
+        options = {
+            "prompt.preset": preset,
+            "prompt.space": str(PRESETS[preset].space),
+            "eval_data.osworld_g.max_samples": 7,
+        }
         metrics = run(tmp_path / family, folder, "osworld_g", **options)
         assert metrics["osworld_g/n"] == 7
 

@@ -78,6 +78,12 @@ def test_one_file_of_a_copy_finds_the_images_above_it(tmp_path):
     assert {sample.meta["groups"]["setting"] for sample in samples} == {("spatial",)}
 
 
+def test_the_category_of_ui_vision_is_that_of_its_application(tmp_path):
+    samples = load("ui_vision", ui_vision(tmp_path / "copy"))
+    groups = {sample.meta["groups"]["application"] + sample.meta["groups"]["category"] for sample in samples}
+    assert groups == {("GIMP", "Creativity"), ("Chromium", "Browsers")}
+
+
 def test_an_annotated_size_other_than_the_image_scales_the_box(tmp_path):
     copy = screenspot_pro(tmp_path / "copy")
     screen = copy / "images" / "excel" / "screen.png"
@@ -125,13 +131,18 @@ def test_a_box_that_training_would_drop_stays(tmp_path):
     assert [name for name, sample in samples.items() if sample.meta["suspicious"]] == ["excel_0", "excel_1"]
 
 
-def test_boxes_in_another_convention_are_warned_of(tmp_path, caplog):
+def test_boxes_in_another_convention_are_refused(tmp_path, caplog):
     copy = screenspot(tmp_path / "copy")
     for file in copy.glob("*.json"):
         rows = json.loads(file.read_text())
         write_json(file, [row | {"bbox": list(BOXES[number])} for number, row in enumerate(rows)])
     load("screenspot", copy)
     assert "100.0% fit xyxy: the file is in the other convention" in caplog.text
+    for file in copy.glob("*.json"):
+        write_json(file, json.loads(file.read_text()) * 2)
+    # with 30 boxes it is no coincidence
+    with pytest.raises(UserError, match=r"in the other convention; set .*path to a copy whose boxes are xywh"):
+        load("screenspot", copy)
 
 
 def test_a_malformed_row_is_an_error_that_names_it(tmp_path):
