@@ -11,7 +11,7 @@ import pytest
 
 from mmrl.agents.environments.environment import Action, as_outcome, as_start, parse_answer
 from mmrl.errors import UserError
-from mmrl.gui import PageEnv, PageEnvSettings, PageVerdict, WebAgentEnv
+from mmrl.gui import CoordinateSpace, PageEnv, PageEnvSettings, PageVerdict, Resize, WebAgentEnv
 from mmrl.gui.browser.browser import NO_HOSTS, Browser, BrowserFailure, BrowserSettings
 from mmrl.gui.browser.page import GuardedPage
 
@@ -298,6 +298,16 @@ def test_the_page_of_the_docs_counts_clicks(browser, closing, tmp_path):
     ends = [env.step({"name": "click", "arguments": {"point": button.center}})[1:3] for _ in range(2)]
     assert ends == [(0.0, False), (1.0, True)]
     assert PageEnvSettings() == Counting().settings
+
+
+def test_settings_of_a_factory_are_plain_data():
+    plain = {"space": "rel1000", "resize": {"factor": 32}, "browser": {"allow_hosts": ["127.0.0.1"]}}
+    settings = PageEnvSettings(**plain)
+    assert (settings.space, settings.resize) == (CoordinateSpace.REL1000, Resize(factor=32))
+    assert settings.browser == BrowserSettings(allow_hosts=("127.0.0.1",))
+    assert WebAgentEnv(Counting(settings)).env.viewpoint.model_wh == (320, 256)
+    with pytest.raises(UserError, match=r"environment\.resize has no entry 'factors'; it has: factor, min_pixels"):
+        PageEnvSettings(resize={"factors": 32})
 
 
 class Counting(Phone):

@@ -72,6 +72,12 @@ class PageEnvSettings:
     browser: BrowserSettings = field(default_factory=BrowserSettings)
     """Settings of the browser, among them `allow_hosts`."""
 
+    def __post_init__(self) -> None:
+        # a factory of one's own passes on `environment.kwargs`, whose parts are plain data
+        for name, hint in typing.get_type_hints(PageEnvSettings).items():
+            if isinstance(value := getattr(self, name), Mapping):
+                object.__setattr__(self, name, _value(hint, value, f"environment.{name}"))
+
     def validate(self) -> None:
         """Check rules between fields, and the hosts; raises UserError."""
         self.browser.validate()
