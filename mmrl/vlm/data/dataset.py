@@ -104,8 +104,8 @@ class DataConfig(RowsConfig):
     """A .jsonl, .json or .parquet file, a folder written by datasets.save_to_disk, a folder of data files, or a hub
     id."""
     prompt_key: str | None = None
-    """Column with the question. Default: the first of prompt, problem, question, instruction, messages, conversations
-    that exists. messages and conversations contain whole conversations; their last assistant turn becomes the column
+    """Column with the question. Default: prompt, problem, question or instruction, which must not differ in a row, else
+    messages or conversations. These contain whole conversations; their last assistant turn becomes the column
     `completion`."""
     answer_key: str | None = None
     """Column with the answer (dots access nested columns), passed to the rewards as `answer`. Default: the first of
@@ -193,6 +193,8 @@ def _find_layout(config: DataConfig, good: list[DataRow]) -> _Layout:
             f"{', '.join(columns)}; set data.prompt_key to a column with texts or chat turns (token ids are not "
             "supported)"
         )
+    if config.prompt_key is None:
+        _check_one_question(good)
     answer = _find_key(config.answer_key, ANSWER_KEYS, columns, "answer_key")
     if answer is None and any(_nested(row.cells, VERL_ANSWER) is not None for row in good):
         answer = ".".join(VERL_ANSWER)
@@ -217,6 +219,17 @@ def _find_layout(config: DataConfig, good: list[DataRow]) -> _Layout:
         folder=_media_folder(config),
         render=make_renderer(config.format_prompt),
     )
+
+
+def _check_one_question(good: Sequence[DataRow]) -> None:
+    """Refuse rows whose question columns differ, such as the instruction of a screen and a prompt about it."""
+    for row in good:
+        found = [key for key in PROMPT_KEYS if row.cells.get(key)]
+        if any(row.cells[key] != row.cells[found[0]] for key in found[1:]):
+            raise UserError(
+                f"{row.place} has different questions in the columns {' and '.join(found)}; set data.prompt_key to "
+                "the one to ask"
+            )
 
 
 def _check_unread(config: DataConfig, good: Sequence[DataRow], columns: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 from mmrl.core.loss import Metric
 from mmrl.core.payload import Payload, per_decision, per_group, per_row
 from mmrl.errors import UserError
+from mmrl.hub.building import first_line
 from mmrl.hub.video_sampling import Frames
 from mmrl.vlm.data.task import OPEN_THINK, TaskError, VlmTask, load_videos
 from mmrl.vlm.data.turn_template import (
@@ -366,6 +367,13 @@ def _process(
         options |= {"add_special_tokens": False, "return_tensors": "pt"}
         inputs = dict(processor(text=[text], images=list(images) or None, **options))
     except ValueError as error:  # for instance an aspect ratio above 200
+        lengths = [len(pixels) for pixels, _ in frames]
+        if len({*lengths}) > 1:  # InternVL and LLaVA-OneVision have one tensor for all videos
+            message = (
+                f"the processor rejects videos of {' and '.join(map(str, lengths))} frames together "
+                f"({first_line(error)}); data.video.nframes gives all videos the same number"
+            )
+            raise TaskError("unusable_video", task.id, message) from error
         raise TaskError("unusable_image", task.id, f"the image processor rejects it: {error}") from error
     return inputs | _spelled(inputs, stand_in, spelled, processor.tokenizer) if spelled else inputs
 

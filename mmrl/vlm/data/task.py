@@ -144,9 +144,14 @@ class VlmTask:
 
 
 def open_image(
-    source: ImageSource, task_id: str, where: str = "the image", max_pixels: int = MAX_IMAGE_PIXELS
+    source: ImageSource,
+    task_id: str,
+    where: str = "the image",
+    max_pixels: int = MAX_IMAGE_PIXELS,
+    *,
+    still: bool = False,
 ) -> Image.Image:
-    """Open one image source as RGB, upright and without transparency."""
+    """Open one image source as RGB, upright and without transparency: an animation's first frame, unless `still`."""
     # sources nest: a table's cell holds a mapping, which holds a path
     name, raw = _resolve(source, task_id, where, max_pixels)
     label = f"{where} ({shortened(name)})" if name else where
@@ -159,6 +164,10 @@ def open_image(
             raise TaskError("empty_image", task_id, f"{label} is {raw.width} x {raw.height} pixels")
         # again for images that were given as objects, which no header has announced
         check_pixels(raw.width, raw.height, max_pixels, "data.max_image_pixels")
+        # cameras add views of another size to a JPEG, which is no animation
+        if still and getattr(raw, "is_animated", False) and raw.format != "MPO":
+            message = f"{label} is itself a video, an animated {raw.format}; give it as the path of a GIF or mp4 file"
+            raise TaskError("bad_video", task_id, message)
         raw = upright(raw)
     except ImageError as error:
         raise TaskError("unreadable_image", task_id, f"{label} cannot be decoded: {error}") from None
@@ -346,7 +355,7 @@ def _load(task: VlmTask, number: int, patch_size: int) -> Frames:
             return sample_file(path, clip.options, patch_size, task.max_image_pixels)
         frames = clip.source
         images = (
-            open_image(frame, task.id, f"frame {place} of video {number + 1}", task.max_image_pixels)
+            open_image(frame, task.id, f"frame {place} of video {number + 1}", task.max_image_pixels, still=True)
             for place, frame in enumerate(frames, start=1)
         )
         return sample_frames(images, len(frames), clip.options, patch_size)
@@ -500,7 +509,8 @@ VIDEO_ERRORS = {
     "empty_video": "A video has zero bytes, no video track or no frame.",
     "unreadable_video": "A video cannot be decoded, or its frames differ in size.",
     "truncated_video": "A video is shorter than its index or header states.",
-    "unusable_video": "The requested frames cannot be selected from a video, or a list of frames is too long.",
+    "unusable_video": "The requested frames cannot be selected from a video, a list of frames is too long, or videos "
+    "have unequal numbers of frames, which the model cannot read together.",
 }
 """Errors found while decoding a video, in addition to `TASK_ERRORS`."""
 

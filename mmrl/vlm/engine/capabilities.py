@@ -45,6 +45,10 @@ def _problem(model_class: Any, config: Any) -> str | None:
         return "it is an encoder-decoder model, so the prompt is not part of the decoder's rows"
     if not set(CACHES) & set(accepted):
         return "its forward pass does not accept a cache, which is needed to share a prompt within its group"
+    if "local" in getattr(config, "attention_layers", ()):
+        return (
+            "its local attention counts places in the cache, which are not those of the text where prompts are padded"
+        )
     if reads_images(model_class, config) and (problem := _image_problem(model_class, config)) is not None:
         return problem
     return _cache_problem(config)

@@ -56,17 +56,19 @@ def set_pixels(processor: Any, config: ModelConfig) -> None:
     processor.image_processor.size = size
 
 
-def template_variables(processor: Any, config: ModelConfig, switch: str) -> dict[str, bool]:
+def template_variables(processor: Any, config: ModelConfig, switch: str) -> dict[str, Any]:
     """Chat template variables for the settings; raises UserError if the template lacks one."""
+    # named with each call, since SmolVLM's processor takes another template than its own for videos
+    given = {} if config.chat_template is None else {"chat_template": processor.chat_template}
     if config.thinking is None:
-        return {}
+        return given
     template = processor.chat_template or processor.tokenizer.chat_template
     if switch not in str(template):
         raise UserError(
             f"model.thinking is {str(config.thinking).lower()}, but the chat template of {config.path} has no switch "
             f"{switch}; remove model.thinking"
         )
-    return {switch: config.thinking}
+    return given | {switch: config.thinking}
 
 
 def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
@@ -74,6 +76,8 @@ def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
 
     The model's own dropout is switched off, as in TRL: with it, responses would be off-policy before the first update.
     """
+    if network.base_model is network and hasattr(network, "model"):  # Llama 4's text model names another body
+        network.base_model_prefix = "model"
     _switch_off_dropout(network)
     model = network
     if config.lora.enabled or adapter is not None:

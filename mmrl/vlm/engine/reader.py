@@ -187,6 +187,8 @@ class ModelReader:
             self._joins = problem is None
             if problem is not None:
                 LOGGER.info(COPIED, problem)
+                # the model's own again: layers of some families look for it by name, such as Falcon's
+                policy.network.config.get_text_config()._attn_implementation = self._config.attention
         return self._joins
 
     def replays(self, policy: Any) -> bool:

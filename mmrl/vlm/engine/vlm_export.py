@@ -57,7 +57,8 @@ def _asking(config: Any, policy: VlmPolicy, *, looks: bool) -> list[str]:
     """Lines of Python that ask a question, with or without an image, and print the greedy answer."""
     data, sampler = getattr(config, "data", None), _sampler(config)
     system, template = (getattr(data, name, None) for name in ("system_prompt", "format_prompt"))
-    variables = "".join(f", {name}={value!r}" for name, value in policy.layout.template.items())
+    switches = {name: value for name, value in policy.layout.template.items() if name != "chat_template"}
+    variables = "".join(f", {name}={value!r}" for name, value in switches.items())
     text = 'template.render(content="What do you see?")' if template else '"What do you see?"'
     if not looks:
         text = text.replace("What do you see?", "What is 3 plus 4?")

@@ -206,6 +206,14 @@ def test_keys_can_be_named(folder):
     assert task.columns == {"truth": {"value": 7}, "prompt": "no", "answer": 7}
 
 
+def test_of_two_different_questions_one_has_to_be_named(folder):
+    row = TRL | {"instruction": "the blue button"}
+    with pytest.raises(UserError, match="line 2 has different questions in the columns prompt and instruction; set"):
+        load([TRL, row])
+    assert load([row], prompt_key="instruction").tasks[0].messages[0]["content"][-1]["text"] == "the blue button"
+    assert load([TRL | {"question": TRL["prompt"], "messages": TRL["prompt"]}]).tasks
+
+
 def test_image_dir_json_and_byte_order_mark(folder):
     (folder / "sub").mkdir()
     (folder / "sub" / "green.png").write_bytes(png("#00ff00"))

@@ -5,7 +5,7 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.vlm.data.dataset import DataConfig, TaskError, VlmTask, load_tasks
-from mmrl.vlm.data.task import TASK_ERRORS
+from mmrl.vlm.data.task import TASK_ERRORS, VideoClip, load_videos
 from tests.vlm.data.rows import BLUE, RED, TRL, colours, layout, load, png
 
 
@@ -87,6 +87,15 @@ def test_a_gif_is_a_video_and_not_one_of_its_frames(folder):
     for cell in (["a.gif", "a.gif"], [{"video": "a.gif"}, "a.gif"]):
         (task,) = load([row | {"videos": cell}]).tasks
         assert [video.source for video in task.videos] == ["a.gif"] * 2
+
+
+@pytest.mark.parametrize("form", ["WEBP", "PNG", "GIF"])
+def test_animations_are_no_frames_of_one_video(form):
+    shots, buffer = [Image.new("RGB", (8, 6), colour) for colour in (RED, BLUE)], io.BytesIO()
+    shots[0].save(buffer, form, save_all=True, append_images=shots[1:])
+    clip = VideoClip([buffer.getvalue()] * 2)
+    with pytest.raises(TaskError, match=f"frame 1 of video 1 is itself a video, an animated {form}"):
+        load_videos(VlmTask("t", [], videos=[clip]), 14)
 
 
 def test_a_video_stored_in_a_table_is_not_looked_for_in_the_folder(folder, cache):

@@ -32,6 +32,7 @@ REFUSED = {
     "falcon_h1": (SMALL, "layers of type LinearAttentionAndFullAttentionLayer, whose states cannot be copied"),
     "zamba2": ({}, "its cache has layers of type LinearAttentionAndFullAttentionLayer"),
     "florence2": ({}, "it is an encoder-decoder model"),
+    "gpt_neo": ({}, "its local attention counts places in the cache"),
     "rwkv": ({}, "its forward pass does not accept a cache"),
     "blip-2": ({}, "its forward pass does not accept a cache"),
     "kosmos-2.5": (
@@ -98,10 +99,28 @@ def test_a_model_whose_logits_are_not_made_from_its_bodys_output_is_refused(lang
         load_policy(saved(transformers.OPTForCausalLM(config), language_model, tmp_path / "opt"))
 
 
-def test_segments_of_text_models_get_no_embedding(language_model, tmp_path):
-    words = len(transformers.AutoTokenizer.from_pretrained(language_model))
-    config = transformers.GPT2Config(vocab_size=words, n_positions=256, n_embd=32, n_layer=2, n_head=2)
-    policy = load_policy(saved(transformers.GPT2LMHeadModel(config), language_model, tmp_path / "gpt2")).eval()
+OLDER = {
+    # the types of its tokens are segments, which have an embedding
+    "gpt2": (transformers.GPT2LMHeadModel, {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2}),
+    "gptj": (
+        transformers.GPTJForCausalLM,
+        {"n_positions": 256, "n_embd": 32, "n_layer": 2, "n_head": 2, "rotary_dim": 8},
+    ),
+    # its class names another body than it has
+    "llama4_text": (transformers.Llama4ForCausalLM, SMALL | {"head_dim": 16, "intermediate_size_mlp": 64}),
+    # its layers look for the name of their attention
+    "falcon": (
+        transformers.FalconForCausalLM,
+        {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "alibi": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", OLDER)
+def test_scores_of_older_families_are_their_own(kind, language_model, tmp_path):
+    (model, sizes), words = OLDER[kind], len(transformers.AutoTokenizer.from_pretrained(language_model))
+    config = transformers.AutoConfig.for_model(kind, **sizes | {"vocab_size": words})
+    policy = load_policy(saved(model(config), language_model, tmp_path / kind)).eval()
     prompt, ids = policy.encode(make_task("a", "Make 3 from 1 2.")), torch.tensor([[5, 6, 7]])
     payload = VlmPayload([prompt], [make_task("a", "Make 3.")], ids, [""], ["eos"])
     mask = torch.ones(1, 3)

@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from PIL import Image
+from transformers import LlavaOnevisionVideoProcessor
 
 from mmrl.errors import UserError
 from mmrl.hub.compat import quiet_transformers
 from mmrl.recipes import RECIPES
 from mmrl.training.run import train
-from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.data.prompt import VlmPayload, encode_prompt
 from mmrl.vlm.data.task import TaskError, VideoClip, VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.model.model_config import LoraSettings, ModelConfig
 from mmrl.vlm.model.network import auto_class
+from mmrl.vlm.model.processor import load_processor
 from mmrl.vlm.vlm_config import VlmConfig
 from tests.rounding import assert_equal_up_to_rounding
 from tests.vlm.builders import draw, make_task
@@ -146,6 +148,41 @@ def test_frames_of_a_video_are_resized_by_the_models_own_processor(tiny_generic)
     for kind in ("gemma3", "qwen3"):
         with pytest.raises(TaskError, match="it has 1 videos, which the model cannot read"):
             load_policy(ModelConfig(path=str(tiny_generic[kind]))).encode(task)
+
+
+def test_videos_show_the_users_own_chat_template(tiny_generic, tmp_path):
+    file = tmp_path / "own.jinja"
+    file.write_text("{% for part in messages[0].content %}{{ part.text or '<video>' }}{% endfor %} Own:")
+    policy = load_policy(ModelConfig(path=str(tiny_generic["smolvlm"]), chat_template=str(file)))
+    clips = [VideoClip([Image.new("RGB", (64, 64))] * 2)]
+    content = [{"type": "video"}, {"type": "text", "text": "What?"}]
+    task = VlmTask(id="v", messages=[{"role": "user", "content": content}], videos=clips)
+    assert policy.encode(task).text == "<video>What? Own:"
+
+
+class OneTensor:
+    """The videos of LLaVA-OneVision."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.video_token, self.video_processor = tokenizer, "<video>", None
+
+    def apply_chat_template(self, messages, **_):
+        return "<video>" * 2
+
+    def __call__(self, *, videos, videos_kwargs, **_):
+        size = {"height": 16, "width": 16}
+        return LlavaOnevisionVideoProcessor(size=size)(videos=videos, return_tensors="pt", **videos_kwargs)
+
+
+def test_a_model_that_reads_videos_of_one_length_names_the_option(tiny_generic):
+    layout = load_policy(ModelConfig(path=str(tiny_generic["smolvlm"]))).layout
+    clips = [VideoClip([Image.new("RGB", (64, 64))] * count) for count in (2, 4)]
+    content = [{"type": "video"}] * 2
+    task = VlmTask(id="v", messages=[{"role": "user", "content": content}], videos=clips)
+    processor = OneTensor(load_processor(str(tiny_generic["smolvlm"])).tokenizer)
+    with pytest.raises(TaskError, match=r"videos of 2 and 4 frames together \(.*\); data\.video\.nframes") as found:
+        encode_prompt(task, processor, layout)
+    assert found.value.kind == "unusable_video"
 
 
 def test_a_frozen_tower_is_encoded_once(kind, folder):
