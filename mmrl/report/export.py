@@ -95,7 +95,7 @@ def _summary(entry: Any, run: RunFolder, exported: Exported) -> str:
     kind = KINDS.get(exported.task, "model").capitalize()
     name = method(run) or shown_name(entry.name, run.objective)
     measured_here = run.evaluations and outcome([run])
-    unmeasured = "There is no held-out evaluation at this step."
+    unmeasured = "There is no evaluation at this step."
     return f"{kind} trained with {name}. {' '.join(measured_here) if measured_here else unmeasured}"
 
 
@@ -168,7 +168,8 @@ def _results(run: RunFolder, exported: Exported) -> list[str]:
         return []
     several = any(row[2] for row in rows)
     first = f"step {run.evaluations[0]['step']:,}" if run.evaluations and run.evaluations[0]["step"] else "before"
-    heading = ["held-out tasks", "measure", *([first, "after", "change"] if several else ["value"]), "n"]
+    tasks = "tasks" if run.seen else "held-out tasks"
+    heading = [tasks, "measure", *([first, "after", "change"] if several else ["value"]), "n"]
     shown = [[*row[:2], *(row[2:5] if several else row[3:4]), row[5]] for row in rows]
     said = "Brackets are 95% intervals over the tasks."
     decoding = exported.facts.get("decoding", "")
@@ -296,7 +297,7 @@ def _limits(run: RunFolder, step: int, settings: Mapping[str, Any], start: Start
         )
     if best.get("step") == step and settings.get("checkpoint", {}).get("every"):
         sentences.append(
-            f"This step was selected by its {plain(best.get('metric', 'result'))} on the held-out tasks, so that "
+            f"This step was selected by its {plain(best.get('metric', 'result'))} on the evaluated tasks, so that "
             "number is somewhat optimistic."
         )
     if not run.result:

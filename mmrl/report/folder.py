@@ -21,6 +21,8 @@ EVALUATED = "evaluate"
 """Tag of evaluations appended by `mmrl evaluate`."""
 COUNTED = ("step", "tag", "split", "cost/")
 """Keys of an evaluation that are not measurements."""
+NUMBERS = ("layouts", "limit", "max_tasks", "seeds")
+"""Options of a set of tasks that say how many of them there are."""
 RESULT_TYPES: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("status", "recipe", "objective", "objective_formula", "model_kind", "host", "device"), str),
     **dict.fromkeys(
@@ -87,8 +89,23 @@ class RunFolder:
 
     @property
     def splits(self) -> list[str]:
-        """Held-out splits, the headline split first."""
+        """Evaluated splits, the headline split first."""
         return list(dict.fromkeys(record.get("split", "") for record in self.evaluations))
+
+    @property
+    def seen(self) -> list[str]:
+        """Splits with tasks of the training, as the configuration says or because it repeats that of the training."""
+        sets, data, screens = (self.settings.get(name) for name in ("eval_data", "data", "grounding"))
+        listed = screens.get("seen") if isinstance(screens, dict) else None
+        found = []
+        for split in self.splits:
+            own = sets.get(split) if isinstance(sets, dict) else None
+            own = own if isinstance(own, dict) else {}
+            rest = {name: value for name, value in own.items() if name not in NUMBERS}
+            same = isinstance(data, dict) and bool(own) and all(data.get(name) == rest[name] for name in rest)
+            if same or own.get("seen") or split in (listed or ()):
+                found.append(split)
+        return found
 
     @property
     def only_evaluated(self) -> bool:

@@ -124,7 +124,7 @@ def _picture_bytes(task: dict[str, Any]) -> int:
 
 
 def before_after(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
-    """Samples of the same held-out tasks at the start of each run and at the end of the last run."""
+    """Samples of the same tasks at the start of each run and at the end of the last run."""
     columns = [
         (label, {task: group for task, group in groups.items() if not group[0].outputs})
         for label, groups in evaluation_columns(runs)
@@ -328,7 +328,7 @@ def image_grid(runs: Sequence[tuple[str, Path]]) -> dict[str, Any] | None:
     ]
     note = f"The first {len(rows)} of the {len(last)} prompts stored in the evaluations, without selection"
     if any(group.correct is not None for group in last.values()):  # images of what was done, not drawn by the model
-        title, note = "The same held-out tasks in images", f"{note}."
+        title, note = "The same tasks in images", f"{note}."
     else:
         title = "Images of the same prompts and seeds"
         note += "; a run uses the same seeds every time. The reward is the mean over the images shown."

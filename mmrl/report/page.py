@@ -55,7 +55,7 @@ SOURCES = {
 
 
 def outcome(runs: Sequence[RunFolder]) -> list[str]:
-    """Sentences on how training changed each held-out split and what became worse."""
+    """Sentences on how training changed each evaluated split and what became worse."""
     run = runs[-1]
     measure, tables = headline_name(run), headline(runs)
     ends = [
@@ -65,7 +65,7 @@ def outcome(runs: Sequence[RunFolder]) -> list[str]:
     if not ends:
         ends = [_scores_ends(table) for table in score_tables(runs)]
     several = len(ends) > 1
-    sentences = [_sentence(run, split if several else "", name, cells) for split, name, cells in ends]
+    sentences = [_sentence(run, _where(run, split, name, several), cells) for split, name, cells in ends]
     sentences.append(_unmeasured(run))
     if better := _named(_other_protocols(runs, "good")[::-1]):
         also = " as well" if any(" raised " in sentence for sentence in sentences) else ""
@@ -98,8 +98,8 @@ def facts(run: RunFolder) -> list[tuple[str, str]]:
     rows = [(name, described(text) if name == "model" else text) for name, text in rows]
     if kind := result.get("model_kind"):
         rows.insert(1, ("kind of model", kind))
-    splits = ", ".join(run.splits)
-    rows.append(("held out", splits))
+    rows.append(("held out", ", ".join(split for split in run.splits if split not in run.seen)))
+    rows.append(("evaluated training tasks", ", ".join(run.seen)))
     steps = result.get("steps") or (run.metrics[-1]["step"] if run.metrics else None)
     rows.append(("steps", "" if steps is None else f"{steps:,}"))
     rows.append(("time", duration(result["seconds"]) if result.get("seconds") else ""))
@@ -132,13 +132,19 @@ def _date(run: RunFolder) -> str:
     return datetime.fromtimestamp(time, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
-def _sentence(run: RunFolder, split: str, name: str, ends: Sequence[Cell | None]) -> str:
+def _where(run: RunFolder, split: str, name: str, several: bool) -> str:
+    """A measure and the tasks that it was measured on."""
+    if split in run.seen:
+        return f"{name} on training tasks" + (f" ({split})" if several else "")
+    return f"held-out {name}" + (f" on {split}" if several else "")
+
+
+def _sentence(run: RunFolder, where: str, ends: Sequence[Cell | None]) -> str:
     """Before, after, change and its interval; only the last value if there is no earlier one."""
     last = ends[-1]
     if last is None:
         return ""
     before = ends[0] if len(ends) > 1 else None
-    where = f"held-out {name} on {split}" if split else f"held-out {name}"
     if before is None or "change" not in last:
         # a single value of a run that trained: the untrained model's, or the trained one's
         when = "" if run.only_evaluated else " after training" if run.evaluations[-1]["step"] else " before training"
@@ -160,7 +166,7 @@ def _unmeasured(run: RunFolder) -> str:
         return ""
     last, measured_at = run.metrics[-1]["step"], run.evaluations[-1]["step"] if run.evaluations else None
     if measured_at is None:
-        return f"There was no evaluation on held-out tasks after the {last:,} training steps."
+        return f"There was no evaluation after the {last:,} training steps."
     if measured_at < last:
         since = f"the one at step {measured_at:,}" if measured_at else "the one before training"
         return f"There was no evaluation after {since}; training continued to step {last:,}."
@@ -249,6 +255,7 @@ def write_report(
         "headline": headline(runs),
         "headline_name": headline_name(run),
         "verdicts": ("✓ correct", "✗ incorrect") if headline_name(run) == "accuracy" else ("✓ success", "✗ no success"),
+        "seen": run.seen,
         "parts": part_tables(runs),
         "scores": score_tables(runs),
         "numbers": derived_numbers(run.metrics, run.result),
@@ -261,17 +268,22 @@ def write_report(
         "rollouts": sample_gallery(run.folder),
         "files": [(name, run.text(name)) for name in ("config.yaml", "result.json") if run.text(name)],
     }
-    content["contents"] = [(anchor, title) for anchor, title, key in _sections(content) if content[key]]
+    sections = _sections(content)
+    content["titles"] = {anchor: title for anchor, title, _ in sections}
+    content["contents"] = [(anchor, title) for anchor, title, key in sections if content[key]]
     write_atomically(path, _render(content))
     return path
 
 
 def _sections(content: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     """Anchor, title and content of the page's sections in their order."""
+    name = content["headline_name"]
+    # with tasks of the training among them, each table says whose it is
+    name, scores = (name.capitalize(), "Scores") if content["seen"] else (f"Held-out {name}", "Held-out scores")
     return [
-        ("accuracy", f"Held-out {content['headline_name']}", "headline"),
-        ("parts", f"Held-out {content['headline_name']} by data column", "parts"),
-        ("scores", "Held-out scores", "scores"),
+        ("accuracy", name, "headline"),
+        ("parts", f"{name} by data column", "parts"),
+        ("scores", scores, "scores"),
         ("numbers", "Run summary", "numbers"),
         ("curves", "Curves", "charts"),
         ("videos", "Episodes", "videos"),

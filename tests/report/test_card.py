@@ -47,7 +47,7 @@ def test_numbers_are_those_of_the_exported_step(run):
     assert before.data.eval_results[0].metric_value == 0.4
     assert "80.0" not in before.text
     assert at_step(run, 5).evaluations == []
-    assert "There is no held-out evaluation at this step" in card_of(run, 5)
+    assert "There is no evaluation at this step" in card_of(run, 5)
 
 
 def test_the_card_of_a_best_step_says_that_it_was_chosen(run):

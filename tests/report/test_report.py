@@ -252,7 +252,7 @@ def test_a_folder_of_evaluations_shows_the_newest_of_each_split(tmp_path):
     assert "evaluated 75.0% 0 50" in text
     assert "25.0%" not in text
     assert "evaluated (step 0)" in text
-    assert "The same held-out tasks in images" in text
+    assert "The same tasks in images" in text
 
 
 @pytest.mark.parametrize("content", ["{", "[]", "null", ""])

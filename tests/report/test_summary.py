@@ -49,6 +49,30 @@ def test_the_first_sentence_names_change_interval_and_what_became_worse(tmp_path
 
 
 @pytest.mark.parametrize(
+    "config",
+    [
+        "{data: {layouts: 16, first: 0, split: train}, eval_data: {test: {layouts: 8, first: 0, split: train}}}",
+        "{data: {first_seed: 0}, eval_data: {test: {first_seed: 0, seen: true}}}",
+        "{grounding: {seen: [test]}}",
+    ],
+)
+def test_tasks_of_the_training_are_not_called_held_out(tmp_path, config):
+    (tmp_path / "config.yaml").write_text(config)
+    run = make_run(tmp_path, [0.0] * 40, [1.0] * 40, ["a", "b"] * 20)
+    assert outcome([run])[0].startswith("GRPO raised accuracy (greedy) on training tasks from 0.0 to 100.0%")
+    assert dict(facts(run))["evaluated training tasks"] == "test"
+    page = Page(write_report(tmp_path).read_text())
+    assert "Accuracy on training tasks, test" in page.text
+    assert "eld-out" not in page.text
+
+
+def test_other_states_of_the_same_tasks_are_held_out(tmp_path):
+    (tmp_path / "config.yaml").write_text("{data: {layouts: 9, first: 0}, eval_data: {test: {layouts: 9, first: 9}}}")
+    run = make_run(tmp_path, [0.0] * 40, [1.0] * 40, ["a", "b"] * 20)
+    assert outcome([run])[0].startswith("GRPO raised held-out accuracy (greedy) from")
+
+
+@pytest.mark.parametrize(
     ("after", "words"),
     [
         ([1.0] * 20 + [0.0] * 20, "GRPO did not clearly change held-out accuracy (greedy): from 50.0 to 50.0%"),

@@ -51,7 +51,7 @@ def test_a_language_model_is_called_one_and_the_missing_evaluation_is_said(confi
     run_dir = tmp_path / "run"
     assert json.loads((run_dir / "result.json").read_text())["model_kind"] == "language model"
     page = words_of((run_dir / "report.html").read_text())
-    assert "There was no evaluation on held-out tasks after the 2 training steps." in page
+    assert "There was no evaluation after the 2 training steps." in page
     assert "kind of model" in page
     assert main(["export", str(run_dir), "--output", str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
@@ -73,7 +73,7 @@ def test_a_run_without_its_end_still_has_names(config, tmp_path):
     assert "There was no evaluation after the one before training; training continued to step 2." in said
     assert main(["export", str(run_dir), "--output", str(tmp_path / "model")]) == 0
     card = (tmp_path / "model/README.md").read_text()
-    assert "Language model trained with GRPO. There is no held-out evaluation at this step." in card
+    assert "Language model trained with GRPO. There is no evaluation at this step." in card
     assert "trained with training" not in card.lower()
     assert "sampled positions" in run.describe("policy/entropy")
 

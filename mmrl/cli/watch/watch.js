@@ -175,7 +175,7 @@ async function showSamples() {
   at("samples").replaceChildren(
     ...(videos.length ? [h("div", { class: "media" }, ...videos)] : []),
     ...Object.entries(found.splits).flatMap(([split, rows]) => [
-      h("h3", {}, split === "eval" ? "Held-out tasks" : split === "train" ? "Training rollouts" : split),
+      h("h3", {}, split === "eval" ? "Evaluated tasks" : split === "train" ? "Training rollouts" : split),
       h("div", { class: "tasks" }, ...tasks(rows).map((group) => taskCard(run.name, group))),
     ]));
 }
