@@ -387,7 +387,7 @@ class GroundingEvaluation:
         trained = self.policy.family.points
         # no file tells a model that was tuned to another space from its base, so its user has to say it
         if trained and trained != self.preset.space and not config.prompt.space and config.prompt.preset != FROM_RUN:
-            presets = ", ".join(name for name, preset in PRESETS.items() if preset.space == trained)
+            presets = ", ".join([*(name for name, preset in PRESETS.items() if preset.space == trained), FROM_RUN])
             raise UserError(
                 f"prompt.preset={config.prompt.preset} reads points as {self.preset.space}, but models of type "
                 f"{self.policy.network.config.model_type} were trained to write {trained} (presets: {presets}); if "

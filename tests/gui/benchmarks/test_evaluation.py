@@ -132,7 +132,7 @@ def test_points_in_another_space_are_warned_of(tmp_path, models, caplog):
 
 
 def test_points_in_another_space_than_the_familys_have_to_be_confirmed(tmp_path, models):
-    with pytest.raises(UserError, match=r"abs_resized, .* qwen3_vl were .* rel1000 \(presets: rel1000\).*prompt.space"):
+    with pytest.raises(UserError, match=r"as abs_resized, .* rel1000 \(presets: rel1000, run\).* prompt.space"):
         run(tmp_path, models["qwen3_vl"], "screenspot_v2")
 
 
