@@ -500,10 +500,11 @@ def _check_texts(hint: Any, node: Any, where: str) -> None:
         return
     options = options_of(hint)
     if isinstance(node, (DictConfig, ListConfig)):
+        keys: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
         for option in options:
             known = hints_of(option) if dataclasses.is_dataclass(option) else {}
             inner = (Any, *typing.get_args(option))[-1]
-            for key in node if isinstance(node, DictConfig) else range(len(node)):
+            for key in keys:
                 name = f"[{key}]" if isinstance(node, ListConfig) else f".{key}" if where else str(key)
                 _check_texts(known.get(key, inner), node._get_node(key), f"{where}{name}")
     elif TEXTS.issuperset(options):

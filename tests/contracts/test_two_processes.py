@@ -45,6 +45,7 @@ OF_ONE_PROCESS = {
     "memory/": "bytes of a process, which holds its share of the tasks",
     "tokens/per_second": "follows from the seconds",
     "cost/seconds": "follows from the seconds",
+    "sampler/idle": "a share of seconds",
     "tspo/videos_embedded": "the second run finds the features of the first in its folder",
 }
 """Beginnings of the names of metrics that hang on the number of processes, and the reason."""

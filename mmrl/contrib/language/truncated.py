@@ -28,7 +28,7 @@ from mmrl.core.returns import decision_rewards, returns_to_go
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded
 from mmrl.training.objectives import ObjectiveConfig, make_objective
-from mmrl.training.processes import Streams, merge_in_order
+from mmrl.training.processes import Streams, from_all, merge_in_order
 from mmrl.training.recipe import Step
 from mmrl.vlm.data.prompt import Prompt, VlmPayload, token_lists
 from mmrl.vlm.data.task import VlmTask
@@ -114,8 +114,8 @@ class TruncatedRecipe(VlmRecipe):
         super().__init__(config)
         self.carried = self.parts["carried"] = Carried()
         self.tasks_by_id = {task.id: task for task in self.train_tasks}
-        self.left: list[tuple[int, Slot]] = []
-        """Unfinished responses of the step by the index of their question."""
+        self.left: list[tuple[tuple[int, int], tuple[int, Slot]]] = []
+        """Unfinished responses of the step by the draw of its tasks and the index of their question."""
         self.added["left"] = self.left
 
     def rollout(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
@@ -130,12 +130,13 @@ class TruncatedRecipe(VlmRecipe):
         streams = streams.select(places_of(asked, usable))
         rows = self._begun(policy, prompts, streams) + self._continued(policy, prompts, streams)
         rows.sort(key=lambda row: row.group)
-        left: dict[int, Slot] = {}
+        answers: list[list[Answer]] = [[] for _ in usable]
         for row in rows:
             if row.unfinished:
-                place = streams.places[row.group]
-                left.setdefault(place, (usable[row.group].id, []))[1].append((row.ids, row.logp))
-        self.left += left.items()
+                answers[row.group].append((row.ids, row.logp))
+        # finished questions too, which tell the last draw of the step from earlier ones
+        for place, task, own in zip(streams.places, usable, answers, strict=True):
+            self.left.append(((streams.draw, place), (place, (task.id, own))))
         return streams.noted(self._rollouts(policy, prompts, usable, rows))
 
     def _begun(self, policy: VlmPolicy, prompts: Sequence[Prompt], streams: Streams) -> list[SampledRow]:
@@ -229,8 +230,11 @@ class TruncatedRecipe(VlmRecipe):
         assert rollouts.values is not None
         # the value itself as target: the critic learns nothing from unfinished answers
         returns = torch.where(cut[:, None], rollouts.values, to_go) * mask
+        # a draw in which another process had no usable question is repeated
+        last = max(from_all(max((draw for (draw, _), _ in self.left), default=0)))
         # places are unique over processes, so the same answers follow in every process
-        self.carried.slots = dict(merge_in_order([(slot[0], slot) for slot in self.left]))
+        slots = merge_in_order([entry for entry in self.left if entry[0][0] == last])
+        self.carried.slots = {place: slot for place, slot in slots if slot[1]}
         self.left.clear()
         continued_rows = (whole * (1 - new)).sum(1) > 0
         self.noted |= {

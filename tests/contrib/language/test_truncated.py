@@ -23,9 +23,10 @@ def recipe(tmp_path, tiny_folders, closing):
     return closing(TruncatedRecipe(config))
 
 
-def stepped(recipe, number, tasks):
+def stepped(recipe, number, tasks, draw=0):
     """Rows of a step as scored, and with advantages."""
-    rows = recipe.score(recipe.rollout(recipe.policy, tasks, Streams(number), Step(number)), Step(number))
+    streams = Streams(number, draw=draw)
+    rows = recipe.score(recipe.rollout(recipe.policy, tasks, streams, Step(number)), Step(number))
     with torch.no_grad():
         values = recipe.policy(rows, outputs=frozenset({"logp", "values"})).values
     rows = rows.replace(values=values)
@@ -59,6 +60,15 @@ def test_unfinished_answers_go_on_in_the_next_step_until_the_longest_one(recipe)
     lengths = last.mask.sum(1)
     assert int(lengths.max()) == 5
     assert not bool(last.extras[TRUNCATED][lengths == 5].any()), "the longest answers have ended"
+
+
+def test_a_draw_that_is_repeated_leaves_no_answers(recipe):
+    """Another process had no usable question in the first draw."""
+    recipe.rollout(recipe.policy, recipe.train_tasks[:2], Streams(0), Step())
+    assert any(answers for _, (_, (_, answers)) in recipe.left)
+    recipe.config.window = 5
+    stepped(recipe, 0, recipe.train_tasks[2:4], draw=1)
+    assert recipe.carried.slots == {}
 
 
 def test_the_policy_learns_new_tokens_and_the_critic_whole_answers(recipe):
