@@ -502,7 +502,7 @@ def _check_texts(hint: Any, node: Any, where: str) -> None:
     if isinstance(node, (DictConfig, ListConfig)):
         keys: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
         for option in options:
-            known = hints_of(option) if dataclasses.is_dataclass(option) else {}
+            known = hints_of(option) if isinstance(option, type) and dataclasses.is_dataclass(option) else {}
             inner = (Any, *typing.get_args(option))[-1]
             for key in keys:
                 name = f"[{key}]" if isinstance(node, ListConfig) else f".{key}" if where else str(key)
