@@ -10,6 +10,7 @@ from typing import Any
 
 from mmrl.api.inputs import absolute
 from mmrl.api.result import Run, Table, evaluation_rows
+from mmrl.api.rows import reusable
 from mmrl.api.training import RUNS, _filled, _inputs, train
 from mmrl.errors import UserError, did_you_mean
 from mmrl.runs.folder import FINISHED, has_begun
@@ -69,6 +70,7 @@ def compare(
     chosen = list(range(1, seeds + 1)) if isinstance(seeds, int) else list(seeds)
     if not chosen or len(set(chosen)) < len(chosen):
         raise UserError(f"seeds is {seeds}; pass a positive number of seeds, or different seeds")
+    common |= {name: reusable(common[name]) for name in ("data", "eval_data") if name in common}
     arguments = {name: _arguments(name, own, common) for name, own in arms.items()}
     folder = absolute(output_dir if output_dir is not None else RUNS / "compare")
     values: dict[str, list[float]] = {name: [] for name in names}

@@ -157,8 +157,7 @@ def take_model(inputs: Inputs, model: Any) -> None:
 
 def _take_network(inputs: Inputs, network: Any, processor: Any = None) -> None:
     """Take a model of transformers; its processor is read from where the model came from, unless it is given."""
-    if getattr(network, "peft_config", None):
-        raise UserError("model already has adapters; pass the model without adapters, and lora=... to add new ones")
+    _refuse_adapters(network)
     if processor is None:
         processor = _processor_of(network)
 
@@ -175,8 +174,18 @@ def _take_network(inputs: Inputs, network: Any, processor: Any = None) -> None:
     inputs.set("model.dtype", dtype)
 
 
+def _refuse_adapters(network: Any) -> None:
+    if getattr(network, "peft_config", None):
+        raise UserError(
+            "model already has adapters; if a run has added them, pass that run's folder, which trains them further, "
+            "or what its export writes; otherwise load it again, without adapters"
+        )
+
+
 def _take_pipeline(inputs: Inputs, pipeline: Any) -> None:
     parts = {name: part for name, part in pipeline.components.items() if is_module(part)}
+    for part in parts.values():
+        _refuse_adapters(part)
 
     def restore(folder: Path) -> None:
         for name, part in parts.items():
@@ -185,6 +194,9 @@ def _take_pipeline(inputs: Inputs, pipeline: Any) -> None:
 
     _take_saved(inputs, pipeline, lambda folder: pipeline.save_pretrained(str(folder)), restore, parts.values())
     inputs.owned = (pipeline, None)
+    # of what is trained: others keep their decoder in float32
+    network = next((parts[name] for name in ("transformer", "unet") if name in parts), pipeline)
+    inputs.set("model.dtype", str(network.dtype).removeprefix("torch."))
 
 
 def _processor_of(network: Any) -> Any:
@@ -237,30 +249,36 @@ def take_rows(inputs: Inputs, data: Any, eval_data: Any) -> None:
         key = next((name for name in ("data", "demonstrations") if is_dataclass(_section(inputs.entry, name))), "")
         if not key:
             raise UserError(f"'{inputs.entry.name}' has no data; leave data out")
-        _take_set(inputs, sets[""], _section(inputs.entry, key), key, "train")
+        inputs.values[key] = _set_of(inputs, sets[""], _section(inputs.entry, key), key, "train")
     if eval_data is not None:
         kinds = typing.get_args(_section(inputs.entry, "eval_data"))
         if len(kinds) != 2:
             raise UserError(f"'{inputs.entry.name}' has no held-out data; leave eval_data out")
         for name, rows in splits_of(eval_data, "eval_data").items():
-            _take_set(inputs, rows, kinds[1], f"eval_data.{name or HELD_OUT}", name or HELD_OUT)
+            name = name or HELD_OUT
+            values = _set_of(inputs, rows, kinds[1], f"eval_data.{name}", name)
+            inputs.values.setdefault("eval_data", {})[name] = values  # a name may contain dots
     _keep_apart(inputs)
 
 
-def _take_set(inputs: Inputs, rows: Any, section: Any, key: str, name: str) -> None:
+def _set_of(inputs: Inputs, rows: Any, section: Any, key: str, name: str) -> dict[str, Any]:
+    """Values of a section of rows, which messages call by its key."""
+    found = Inputs(inputs.entry, inputs.folder, objects=inputs.objects)
     known = {item.name for item in fields(section)}
     count = next((option for option in ("layouts", "seeds") if option in known), None)
     if isinstance(rows, Mapping):
-        inputs.set(key, rows)
+        for option, value in rows.items():
+            found.set(option, value)
     elif isinstance(rows, int) and not isinstance(rows, bool):
         if count is None:
             raise UserError(f"{key} is {rows}; '{inputs.entry.name}' takes rows: a list of dicts, a Dataset or a path")
-        inputs.set(f"{key}.{count}", rows)
+        found.set(count, rows)
     else:
         option = next((option for option in ("path", "file") if option in known), None)
         if option is None:
             raise UserError(f"{key}: '{inputs.entry.name}' takes no rows; pass the number of {count or 'tasks'}")
-        inputs.set(f"{key}.{option}", place(rows, inputs.folder / "data", name))
+        found.set(option, place(rows, inputs.folder / "data", name))
+    return found.values
 
 
 def _keep_apart(inputs: Inputs) -> None:

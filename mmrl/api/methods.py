@@ -102,8 +102,8 @@ def is_pipeline(model: Any) -> bool:
 
 
 def is_network(model: Any) -> bool:
-    """Whether a loaded model is a transformers model."""
-    return any(base.__name__ == "PreTrainedModel" for base in type(model).__mro__)
+    """Whether a loaded model is a transformers model, or the peft model around one."""
+    return any(base.__name__ in ("PreTrainedModel", "PeftModel") for base in type(model).__mro__)
 
 
 def is_module(model: Any) -> bool:

@@ -52,13 +52,18 @@ def _shown(value: Any) -> str:
 
 
 def evaluation_rows(records: Iterable[Mapping[str, Any]]) -> Table:
-    """One row per accuracy, success rate or score of an evaluation, with the bounds of its 95% interval."""
+    """One row per accuracy, success rate, score or mean return of an evaluation, with the bounds of its 95% interval.
+
+    A mean return has no interval.
+    """
     from mmrl.runs.statistics import HEADLINES
 
+    shown = (*HEADLINES, "episode/return/")
     rows = Table()
     for record in records:
-        for name in (name for name in record if name.startswith(HEADLINES) and not name.endswith(ENDS)):
-            row = {"step": record["step"]} if "step" in record else {}
+        for name in (name for name in record if name.startswith(shown) and not name.endswith(ENDS)):
+            # without the tag, a later `evaluate` of other rows would look like a part of the training
+            row = {key: record[key] for key in ("step", "tag") if key in record}
             ends = {end: record.get(f"{name}/{end}") for end in ("low", "high")}
             about = {"split": record.get("split", ""), "metric": name, "value": record[name]}
             rows.append({**row, **about, **ends, "n": record.get("n")})
@@ -182,7 +187,7 @@ class Run:
     def model(self) -> Any:
         """The trained model: the object that was given, or else that of the best, else newest checkpoint.
 
-        A model of transformers, a pipeline of diffusers, or a robot policy.
+        A model of transformers, or with adapters the peft model around it, a pipeline of diffusers, or a robot policy.
         """
         return (self._owned or self._loaded)[0]
 

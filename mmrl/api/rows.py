@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import date, time
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,13 @@ def splits_of(data: Any, what: str) -> dict[str, Any]:
     return {"": data}
 
 
+def reusable(data: Any) -> Any:
+    """The same rows, which can be read more than once: an iterator becomes a list, also as a split."""
+    if isinstance(data, Mapping):
+        return {name: reusable(rows) for name, rows in data.items()}
+    return list(data) if isinstance(data, Iterator) else data
+
+
 def place(data: Any, folder: Path, name: str) -> str:
     """Path of a split's rows, which are written to a folder unless they are already in files.
 
@@ -45,7 +52,7 @@ def place(data: Any, folder: Path, name: str) -> str:
         return str(data)
     if _is_dataset(data):
         return _saved(data, folder, name)
-    if hasattr(data, "iloc"):  # a DataFrame, which iterates over the names of its columns
+    if hasattr(data, "iloc") and hasattr(data, "columns"):  # a DataFrame, which iterates over its columns' names
         data = data.astype(object).where(data.notna(), None).to_dict("records")
     if isinstance(data, Mapping) or not isinstance(data, Iterable):
         raise UserError(f"{name} is a {type(data).__name__}; pass a path, a list of dicts or a datasets.Dataset")

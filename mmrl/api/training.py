@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import random
+import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any
 from mmrl.api.inputs import Inputs, absolute, take_env, take_model, take_rewards, take_rows, take_settings
 from mmrl.api.methods import default_recipe, domain_of, resolve
 from mmrl.api.result import Run, Table, evaluation_rows
-from mmrl.api.rows import splits_of
+from mmrl.api.rows import reusable, splits_of
 from mmrl.entries import RecipeEntry
 from mmrl.errors import UserError
 from mmrl.files import write_atomically
@@ -90,13 +91,15 @@ def train(
     from mmrl.training.run import train as train_recipe
 
     folder = _folder(method, output_dir, resume)
-    inputs = _inputs(method, folder, resume, model, data, eval_data, reward, env, steps, options, settings)
-    config = _filled(inputs)
-    objects = {name: value for name, value in inputs.objects.items() if name != given.MODEL}
-    _compare_objects(folder, objects, resume)
-    with _undisturbed(inputs), given.having(inputs.objects, inputs.models):
-        train_recipe(inputs.entry, config, resume=resume)
-    return Run(folder, inputs.objects, inputs.owned)
+    with _removed_unless_begun(folder):
+        inputs = _inputs(method, folder, resume, model, data, eval_data, reward, env, steps, options, settings)
+        config = _filled(inputs)
+        objects = {name: value for name, value in inputs.objects.items() if name != given.MODEL}
+        _compare_objects(folder, objects, resume)
+        with _undisturbed(inputs, trains=True), given.having(inputs.objects, inputs.models):
+            train_recipe(inputs.entry, config, resume=resume)
+            owned = inputs.owned and (given.trained(inputs.owned[0]), inputs.owned[1])
+    return Run(folder, inputs.objects, owned)
 
 
 def evaluate(
@@ -139,10 +142,14 @@ def evaluate(
             return _measured(inputs, model.folder)
     name = method or default_recipe(domain_of(model, env))
     folder = absolute(output_dir) if output_dir is not None else _numbered("evaluate")
-    data = list(data) if isinstance(data, Iterator) else data
+    data = reusable(data)
     # the recipe needs training rows too, which nothing reads
     first = None if data is None else next(iter(splits_of(data, "data").values()))
-    return _measured(_inputs(name, folder, False, model, first, data, reward, env, None, options, settings), None)
+    with _removed_unless_begun(folder):
+        inputs = _inputs(name, folder, False, model, first, data, reward, env, None, options, settings)
+        if inputs.models:  # a measurement adds no adapters to the caller's model
+            inputs.set("model.lora.enabled", False)
+        return _measured(inputs, None)
 
 
 def _measured(inputs: Inputs, run_dir: Path | None) -> Table:
@@ -281,14 +288,30 @@ def _compare_objects(folder: Path, objects: Mapping[str, Any], resume: bool) -> 
 
 
 @contextlib.contextmanager
-def _undisturbed(inputs: Inputs) -> Iterator[None]:
-    """Give the caller's program back as it was: random numbers, threads, mode and attention of its model."""
+def _removed_unless_begun(folder: Path) -> Iterator[None]:
+    """Remove a new folder, with rows and perhaps a copy of a loaded model, if what it is for is refused."""
+    new = not folder.exists()
+    try:
+        yield
+    except BaseException:
+        begun = any((folder / name).exists() for name in ("config.yaml", "evaluations.jsonl"))
+        if new and not begun and os.environ.get("RANK", "0") == "0":
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _undisturbed(inputs: Inputs, *, trains: bool = False) -> Iterator[None]:
+    """Give the caller's program back as it was: random numbers, threads, and settings of its model.
+
+    A trained model keeps the generation settings that it was trained with, such as the tokens that end a response.
+    """
     import numpy as np
     import torch
 
     random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     threads = torch.get_num_threads()
-    attention = {id(module): (module, _attention(module)) for module, _ in inputs.modes}
+    attention = [(module, _attention(module), getattr(module, "generation_config", None)) for module, _ in inputs.modes]
     try:
         yield
     finally:
@@ -298,9 +321,11 @@ def _undisturbed(inputs: Inputs) -> Iterator[None]:
         torch.set_num_threads(threads)
         for module, training in inputs.modes:
             module.train(training)
-        for module, kind in attention.values():
+        for module, kind, generation in attention:
             if kind is not None:
                 module.config.get_text_config()._attn_implementation = kind
+            if generation is not None and not trains:
+                module.generation_config = generation
 
 
 def _attention(module: Any) -> str | None:
@@ -312,6 +337,8 @@ class _Shown(logging.Handler):
     """Print messages of the suite where the program shows none of them by itself."""
 
     def emit(self, record: logging.LogRecord) -> None:
+        if logging.getLogger().handlers:  # it has set up the logging since
+            return
         stream = sys.stdout if record.levelno < logging.WARNING else sys.stderr
         print(record.getMessage(), file=stream)
 

@@ -27,6 +27,8 @@ IMAGES, REFERENCE = "images", "reference"
 """Columns of each row's images and of the image that it edits, which are large: only functions with arguments of these
 names get them, not functions that only take **columns. The same applies to other columns of images or bytes in a
 table."""
+TOTALS = ("mean", "std", "std_within_groups", "errors", "zero_variance_groups")
+"""Names of metrics of the whole sum, which stand beside those of the terms: reward/mean is no term's."""
 SPARE_LIMITS = 10.0
 """Extra time for all rows together, in multiples of timeout_s, in addition to one timeout_s per row of a worker."""
 NAN = float("nan")
@@ -452,6 +454,11 @@ class RewardSum:
 def _check_config(config: RewardConfig, names: Sequence[str]) -> None:
     if not config.name:
         raise UserError(f"a reward has no name; use module:function or a built-in reward: {', '.join(REWARDS)}")
+    if config.name in TOTALS:
+        raise UserError(
+            f"a reward is named {config.name!r}, but the metric reward/{config.name} is that of the whole sum; give it "
+            "another name, and set its function"
+        )
     if names.count(config.name) > 1:
         raise UserError(f"two rewards are named {config.name!r}; rename one of them and set its function")
     for problem in field_problems(config):

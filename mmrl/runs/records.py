@@ -36,7 +36,7 @@ _STORED_TYPES: dict[str, tuple[type, ...]] = {
 }
 WARNINGS_FILE = "warnings.jsonl"
 KEPT = "kept"
-"""Attribute of log records that are already in `warnings.jsonl`."""
+"""Attribute of log records that `warnings.jsonl` does without: it has them, or the warning that they belong to."""
 LEDGER = "ledger.jsonl"
 STEP_NAME = re.compile(r"step-(\d+)")
 FILM_FRAMES = 32
@@ -431,7 +431,9 @@ class LoggedWarnings(logging.Handler):
         if getattr(record, KEPT, False):
             return
         # `form`: the message before values are filled in, by which those of one kind are counted together
-        row = {"step": self._step(), "kind": "logged", "message": record.getMessage(), "form": str(record.msg)}
+        message, form = record.getMessage(), str(record.msg)
+        form = form if form.strip("%s:;, ") else message  # nothing but values
+        row = {"step": self._step(), "kind": "logged", "message": message, "form": form}
         if self._folder is None:
             self._early.append(row)
             return

@@ -76,6 +76,10 @@ def make_optimizer(
                 "the steps away"
             )
         return torch.optim.SGD(trained, lr=config.learning_rate)
+    if not any(parameter.requires_grad for parameter in policy.parameters()):
+        raise UserError(
+            "every parameter of the model is frozen, so there is nothing to train; unfreeze some, or add LoRA"
+        )
     factors: dict[str, float] = getattr(policy, "learning_rate_factors", {})
     trainable = [(name, parameter) for name, parameter in policy.named_parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = []

@@ -13,7 +13,7 @@ from mmrl.core.payload import to_device
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import RunError
 from mmrl.rewards.reward_config import RewardResult
-from mmrl.runs.records import SampleRecord
+from mmrl.runs.records import KEPT, SampleRecord
 from mmrl.runs.run_log import metric_label
 from mmrl.training.processes import from_all
 
@@ -114,9 +114,10 @@ class RewardErrors:
         for name in result.errors:
             if name not in self._logged:
                 self._logged[name] = None
-                LOGGER.warning("reward %s failed: %s", name, result.examples.get(name, ""))
+                # each by itself in the list of warnings, which holds the reason without its traceback
+                LOGGER.warning(f"reward {name.replace('%', '%%')} failed: %s", result.examples.get(name, ""))
                 for line in result.traces.get(name, "").splitlines():
-                    LOGGER.warning("  %s", line)
+                    LOGGER.warning("  %s", line, extra={KEPT: True})
 
     def count(self, result: RewardResult) -> None:
         """Log like `warn`, and count the failures as part of the step."""

@@ -26,7 +26,13 @@ from mmrl.vlm.engine.capabilities import check_architecture
 from mmrl.vlm.engine.model_loading import prepare, template_variables
 from mmrl.vlm.families.family import family_of
 from mmrl.vlm.model.model_config import FrozenModelConfig, ModelConfig
-from mmrl.vlm.model.network import auto_class, build_model_if_missing, resolve_model, vision_parameters
+from mmrl.vlm.model.network import (
+    auto_class,
+    build_model_if_missing,
+    processor_folder,
+    resolve_model,
+    vision_parameters,
+)
 from mmrl.vlm.model.processor import load_processor
 
 PROMPT = 1024
@@ -89,7 +95,7 @@ def read_lengths(config: Any, recipe: Any, network: Any) -> Lengths:
     base, adapter = resolve_model(model_folder(str(config.model.path)))
     if not expanded(base).is_dir():
         raise NoPlan(f"prompt lengths: the tokenizer of {base} is not on this machine")
-    processor = load_processor(str(adapter or base), config.model.chat_template)
+    processor = load_processor(processor_folder(base, adapter), config.model.chat_template)
     prompts = list(_prompt_lengths(config.model, network, processor, tasks))
     if not prompts:
         raise NoPlan("prompts, none of which can be encoded")

@@ -21,6 +21,9 @@ MODEL = "model"
 """Name of an object that contains a model; workers of rewards and environments do not get it."""
 _MODELS: dict[str, Any] = {}
 """Loaded models by the folder with their weights at the start of the run."""
+_TRAINED: dict[int, Any] = {}
+"""Loaded models that are trained, or the peft models around them, by the identity of the loaded ones."""
+_ALL: tuple[dict[Any, Any], ...] = (_OBJECTS, _PICKLED, _MODELS, _TRAINED)
 
 
 @contextlib.contextmanager
@@ -29,7 +32,7 @@ def having(objects: Mapping[str, Any], models: Mapping[str, Any] | None = None) 
 
     `models` are loaded models by the folder that they are saved in, each used once instead of reading the folder.
     """
-    before = [dict(known) for known in (_OBJECTS, _PICKLED, _MODELS)]
+    before = [dict(known) for known in _ALL]
     _OBJECTS.update(objects)
     _MODELS.update(models or {})
     for name in objects:
@@ -37,14 +40,27 @@ def having(objects: Mapping[str, Any], models: Mapping[str, Any] | None = None) 
     try:
         yield
     finally:
-        for known, saved in zip((_OBJECTS, _PICKLED, _MODELS), before, strict=True):
+        for known, saved in zip(_ALL, before, strict=True):
             known.clear()
             known.update(saved)
 
 
 def take_model(folder: str) -> Any:
     """The loaded model of a folder on the first request; None otherwise."""
-    return _MODELS.pop(folder, None)
+    if (model := _MODELS.pop(folder, None)) is not None:
+        _TRAINED[id(model)] = model
+    return model
+
+
+def wrap(model: Any, adapted: Any) -> None:
+    """Note the peft model around a model, if the user's program has loaded that."""
+    if id(model) in _TRAINED:
+        _TRAINED[id(model)] = adapted
+
+
+def trained(model: Any) -> Any:
+    """The peft model around a loaded model, in which alone its adapters can be saved, or else the model itself."""
+    return _TRAINED.get(id(model), model)
 
 
 def find(name: str, what: str) -> Any:

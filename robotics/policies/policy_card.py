@@ -11,6 +11,7 @@ from mmrl.files import read_json_object, write_atomically
 from mmrl.hub.cards import CARD, card_text, fenced, plain, table
 from mmrl.runs.export import Exported
 from mmrl.runs.records import read_jsonl
+from mmrl.workers.loading import GIVEN
 from robotics.policies.base.action_policy import ActionPolicy
 from robotics.sim.interface import RobotInterface, read_sizes
 
@@ -24,9 +25,16 @@ INSIDE = "lerobot"
 def users_policy(config: Any) -> Exported:
     """Facts about the weights of a user-defined module."""
     module, _, name = config.model.kind.partition(":")
-    load = f"from {module} import {name}\n\nmake = {name}  # then make(...).load_weights(folder)"
+    maker, load = f"{config.model.kind}(...)", f"from {module} import {name}\n\nmake = {name}"
+    if module == GIVEN:  # a loaded module, whose class no import finds
+        maker = "ModuleAdapter(your_module, action_size, chunk)"
+        load = "from robotics import ModuleAdapter\n\nmake = ModuleAdapter  # of a module of the class that was trained"
     return Exported(
-        f"{config.model.kind}(...).load_weights", load, task="robotics", facts=_facts(config, {}), limits=(SIMULATED,)
+        f"{maker}.load_weights",
+        f"{load}\n# then make(...).load_weights(folder)",
+        task="robotics",
+        facts=_facts(config, {}),
+        limits=(SIMULATED,),
     )
 
 

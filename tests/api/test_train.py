@@ -1,11 +1,13 @@
 import functools
 import json
+import logging
 import os
 import signal
 from pathlib import Path
 
 import datasets
 import numpy as np
+import peft
 import pytest
 import torch
 from PIL import Image
@@ -14,11 +16,13 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from mmrl import Run, compare, evaluate, train
 from mmrl.api.comparing import _arguments
+from mmrl.api.result import evaluation_rows
 from mmrl.api.rows import place
-from mmrl.api.training import _filled, _inputs
+from mmrl.api.training import _filled, _inputs, _Shown
 from mmrl.config import load_run
 from mmrl.errors import RunStopped, UserError
 from mmrl.runs.tracking import Tracker
+from mmrl.vlm.model.network import processor_folder, resolve_model
 from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 from mmrl.workers import given
 from mmrl.workers.loading import LoadError, find_function
@@ -184,6 +188,76 @@ def test_a_loaded_model_is_trained_as_it_is_and_a_resumed_run_has_equal_bits(fol
     assert all(torch.equal(weight, trained_weights(parts)[name]) for name, weight in whole.items())
 
 
+def test_adapters_in_a_loaded_model_can_be_saved(folder, tmp_path):
+    network, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    call = functools.partial(train, "grpo", data=ROWS, reward=length, output_dir=tmp_path / "run", **SMALL)
+    run = call(model=(network, tokenizer), lora=4)
+    run.model.save_pretrained(tmp_path / "saved")
+    again = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "saved")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=ids).logits, network.eval()(input_ids=ids).logits)
+    # peft writes no tokenizer
+    base, adapter = resolve_model(str(tmp_path / "saved"))
+    assert processor_folder(base, adapter) == base
+    for model in (run.model, (run.model, tokenizer), network):
+        with pytest.raises(UserError, match="model already has adapters"):
+            call(model=model, output_dir=tmp_path / "other")
+
+
+def test_a_frozen_model_is_not_trained(folder, tmp_path):
+    network = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
+    model = (network, AutoTokenizer.from_pretrained(folder))
+    with pytest.raises(UserError, match="every parameter of the model is frozen"):
+        train("grpo", model=model, data=ROWS, reward=length, output_dir=tmp_path / "run", **SMALL)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_pipeline_keeps_its_precision_and_a_measurement_adds_no_adapters(tmp_path, monkeypatch):
+    pytest.importorskip("diffusers")
+    from diffusion.models.pipelines import load_pipeline
+    from diffusion.toy.shapes.building import build_pipeline
+
+    build_pipeline(str(tmp_path / "pipeline"))
+    pipeline = load_pipeline(tmp_path / "pipeline", torch.bfloat16)
+    found = []
+    monkeypatch.setattr("mmrl.api.training._measured", lambda inputs, _: found.append(inputs.values["model"]))
+    evaluate(pipeline, ["a red circle"], "jpeg_incompressibility", output_dir=tmp_path / "run")
+    assert (found[0]["dtype"], found[0]["lora"]) == ("bfloat16", {"enabled": False})
+    pipeline.transformer.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"]))
+    with pytest.raises(UserError, match="model already has adapters"):
+        train("awm", model=pipeline, data=["a red circle"], output_dir=tmp_path / "other")
+
+
+def test_splits_may_have_dots_and_evaluations_say_which_they_are(folder, tmp_path):
+    held_out = {"math.hard": ROWS[:2]}
+    inputs = _inputs("grpo", tmp_path / "run", False, folder, ROWS, held_out, length, None, 1, None, {})
+    assert list(_filled(inputs).eval_data) == ["math.hard"]
+    record = {"step": 2, "tag": "evaluate", "split": "heldout", "success/greedy": 0.0, "episode/return/greedy": 3.0}
+    assert [(row["tag"], row["metric"], row["value"]) for row in evaluation_rows([record])] == [
+        ("evaluate", "success/greedy", 0.0),
+        ("evaluate", "episode/return/greedy", 3.0),
+    ]
+
+
+def test_a_measured_model_generates_as_before(folder, tmp_path):
+    network = AutoModelForCausalLM.from_pretrained(folder)
+    network.generation_config.max_new_tokens = 7
+    model = (network, AutoTokenizer.from_pretrained(folder))
+    splits = {"lazy": iter(ROWS[:2])}
+    assert evaluate(model, splits, length, output_dir=tmp_path / "run", max_new_tokens=3)[0]["n"] == 2
+    assert network.generation_config.max_new_tokens == 7
+
+
+def test_messages_are_not_shown_twice(monkeypatch, capsys):
+    record = logging.makeLogRecord({"msg": "said", "levelno": logging.INFO})
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    _Shown().emit(record)
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.NullHandler()])
+    _Shown().emit(record)
+    assert capsys.readouterr().out == "said\n"
+
+
 def test_rows_reach_rewards_as_they_are(folder, tmp_path):
     seen = []
 
@@ -240,6 +314,8 @@ def test_images_are_stored_once_by_their_content(tmp_path):
 
 def test_a_data_frame_gives_its_rows(tmp_path):
     pandas = pytest.importorskip("pandas")
+    texts = Path(place(pandas.Series(["say 1", "say 2"]), tmp_path, "train")).read_text().splitlines()
+    assert [json.loads(line) for line in texts] == [{"prompt": "say 1"}, {"prompt": "say 2"}]
     frame = pandas.DataFrame({"prompt": ["say 1", "say 2"], "answer": ["1", None], "score": [1.5, float("nan")]})
     written = [json.loads(line) for line in Path(place(frame, tmp_path, "train")).read_text().splitlines()]
     assert written == [
@@ -357,6 +433,8 @@ def test_two_processes_train_as_one(kind, folder, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
+        ({"learning_rate": -1.0}, "learning_rate is -1.0"),
+        ({"reward": {"mean": length}}, r"named 'mean', but the metric reward/mean is that of the whole sum"),
         ({"method": "grpoo"}, r"unknown method 'grpoo'; did you mean 'grpo'\?"),
         ({"method": "flow3d_eval"}, "does not train"),
         ({"method": "step_nft"}, "does not work for vision-language, text"),
@@ -376,6 +454,7 @@ def test_wrong_arguments_are_named(folder, tmp_path, arguments, words):
     usual = {"method": "grpo", "model": folder, "data": ROWS, "reward": length, "output_dir": tmp_path / "run", **SMALL}
     with pytest.raises(UserError, match=words):
         train(**usual | arguments)
+    assert not (tmp_path / "run").exists(), "rows and copies of models are not left behind"
 
 
 def test_names_of_trl_mean_the_same_options(folder, tmp_path):
@@ -437,7 +516,7 @@ def test_arms_are_compared_in_pairs_and_finished_runs_are_kept(folder, tmp_path)
         compare, {"grpo": {}, "slow": {"method": "dr_grpo", "learning_rate": 1e-6}}, margin=0.1, seeds=2, model=folder
     )
     common = {"data": ROWS, "eval_data": ROWS, "reward": digits, "output_dir": tmp_path / "runs"}
-    rows = call(metric="accuracy/sampled", **common, **SMALL | {"steps": 1})
+    rows = call(metric="accuracy/sampled", **common | {"data": iter(ROWS)}, **SMALL | {"steps": 1})
     assert [row["arm"] for row in rows] == ["grpo", "slow"]
     assert rows[1]["verdict"] in ("holds", "no effect within the margin", "inconclusive", "negative")
     assert rows[1]["difference"] == pytest.approx(rows[1]["mean"] - rows[0]["mean"])

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from mmrl.core.rollouts import Rollouts
+from mmrl.rewards.reward_config import RewardResult
 from mmrl.runs.records import LoggedWarnings, read_warnings
 from mmrl.runs.run_log import PATIENCE, RunWarnings
+from mmrl.training.scoring import RewardErrors
 
 
 def batch(rewards, group_size=2, **terms):
@@ -185,3 +187,20 @@ def test_a_warning_that_cannot_be_kept_neither_ends_the_run_nor_prints_a_traceba
         logged.write_to(tmp_path, keep=True)
         logging.getLogger("mmrl").error("disk full")
     assert "Logging error" not in capsys.readouterr().err
+
+
+def test_failures_of_rewards_and_other_warnings_are_listed_each_by_itself(tmp_path, caplog):
+    why = {"short/nan": "returned nan", "100%/raised": "ValueError: boo (mine.py:3)"}
+    result = RewardResult([math.nan], {}, dict.fromkeys(why, 1), why, {"100%/raised": "Traceback:\n  ValueError: boo"})
+    with LoggedWarnings() as logged:
+        logged.write_to(tmp_path)
+        RewardErrors().warn(result)
+        for text in ("one thing", "another"):
+            logging.getLogger("mmrl").warning("%s", text)
+    assert read_warnings(tmp_path) == [
+        "reward short/nan failed: returned nan",
+        "reward 100%/raised failed: ValueError: boo (mine.py:3)",
+        "one thing",
+        "another",
+    ]
+    assert "  Traceback:" in caplog.messages

@@ -14,6 +14,7 @@ from mmrl.vlm.engine.reader import COPIED, multiply_patches
 from mmrl.vlm.families.family import QwenVl, family_of
 from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.network import add_adapter, freeze_parts
+from mmrl.workers import given
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -82,6 +83,7 @@ def prepare(network: Any, config: ModelConfig, adapter: Path | None) -> Any:
     model = network
     if config.lora.enabled or adapter is not None:
         model = add_adapter(network, config.lora, adapter, freeze_vision=config.freeze_vision)
+        given.wrap(network, model)
     freeze_parts(network, config)
     if isinstance(family_of(network.config.model_type), QwenVl):
         multiply_patches(network.model.visual)

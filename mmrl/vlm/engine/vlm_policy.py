@@ -48,6 +48,7 @@ from mmrl.vlm.model.network import (
     load_network,
     load_value_head,
     make_value_head,
+    processor_folder,
     resolve_model,
     save_model,
     save_value_head,
@@ -617,7 +618,7 @@ def read_turns(config: FrozenModelConfig) -> TurnTemplate | None:
         return None
     base, adapter = resolve_model(model_folder(config.path))
     _, settings = architecture(base)
-    processor = load_processor(str(adapter or base), config.chat_template)
+    processor = load_processor(processor_folder(base, adapter), config.chat_template)
     variables = template_variables(processor, config, family_of(settings.model_type).thinking_switch)
     stops = file_eos_ids(base, settings, processor.tokenizer)
     return TurnTemplate(processor, variables, stops, config.path, config.answer_tokens)
@@ -650,7 +651,7 @@ def load_policy(config: FrozenModelConfig, *, value_head: bool = False, policy_c
     base, adapter = resolve_model(config.path)
     check_architecture(*architecture(base))
     network = load_network(config, base)
-    processor = load_processor(str(adapter or base), config.chat_template)
+    processor = load_processor(processor_folder(base, adapter), config.chat_template)
     # saved with the model, so that `generate` draws no token either that sampling leaves out
     network.generation_config.suppress_tokens = banned_ids(network, processor.tokenizer).tolist() or None
     set_pixels(processor, config)

@@ -25,7 +25,7 @@ from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy, load_policy
 from mmrl.vlm.methods.augmentation import augment_task, rewrite_question
 from mmrl.vlm.model.model_config import FrozenModelConfig
-from mmrl.vlm.model.network import build_model_if_missing, resolve_model
+from mmrl.vlm.model.network import build_model_if_missing, processor_folder, resolve_model
 from mmrl.vlm.model.processor import load_processor
 
 TEACHER = "teacher"
@@ -115,7 +115,7 @@ class Teacher:
             build_model_if_missing(self._options)
             base, adapter = resolve_model(model_folder(config.path))
             own = policy.processor.tokenizer.get_vocab()
-            other = load_processor(str(adapter or base)).tokenizer.get_vocab()
+            other = load_processor(processor_folder(base, adapter)).tokenizer.get_vocab()
             if own != other:
                 raise UserError(
                     f"teacher.path is {config.path}, whose tokenizer has {len(other)} tokens, which are not the "

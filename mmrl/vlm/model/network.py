@@ -61,6 +61,12 @@ def resolve_model(path: str) -> tuple[str, Path | None]:
     return path, None
 
 
+def processor_folder(base: str, adapter: Path | None) -> str:
+    """Place of a model's processor: the adapter's folder, unless peft alone has written that."""
+    own = adapter is not None and (adapter / "tokenizer_config.json").is_file()
+    return str(adapter) if own else base
+
+
 def _check_no_code(settings: Mapping[str, Any], file: Path) -> None:
     """Refuse an adapter that names modules or holds pickles; raises UserError.
 
