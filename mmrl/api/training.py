@@ -12,7 +12,7 @@ import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
 from mmrl.api.inputs import Inputs, absolute, take_env, take_model, take_rewards, take_rows, take_settings
 from mmrl.api.methods import default_recipe, domain_of, resolve
@@ -32,6 +32,24 @@ OBJECTS_FILE = "objects.json"
 never executed."""
 
 
+@overload
+def train(method: str, *, dry_run: Literal[True], **settings: Any) -> str: ...
+@overload
+def train(
+    method: str,
+    *,
+    model: Any = None,
+    data: Any = None,
+    eval_data: Any = None,
+    reward: Any = None,
+    env: Any = None,
+    steps: int | None = None,
+    output_dir: str | Path | None = None,
+    resume: bool = False,
+    dry_run: Literal[False] = False,
+    options: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> Run: ...
 def train(
     method: str,
     *,
@@ -46,7 +64,7 @@ def train(
     dry_run: bool = False,
     options: Mapping[str, Any] | None = None,
     **settings: Any,
-) -> Any:
+) -> Run | str:
     """Train a model from Python objects, with reinforcement learning or on reference answers.
 
         from mmrl import train

@@ -1,8 +1,10 @@
 import functools
+import inspect
 import json
 import logging
 import os
 import signal
+import typing
 from pathlib import Path
 
 import datasets
@@ -561,3 +563,11 @@ def test_arms_add_to_the_options_of_all_arms():
     found = _arguments("dapo", own, {"options": {"trainer.micro_batch": 2}, "steps": 3})
     assert found["options"] == {"trainer.micro_batch": 2, "trainer.max_grad_norm": 1.0}
     assert (found["method"], found["steps"]) == ("dapo", 3)
+
+
+def test_editors_and_type_checkers_know_what_training_returns():
+    planned, trained = typing.get_overloads(train)
+    assert typing.get_type_hints(planned)["return"] is str
+    assert typing.get_type_hints(trained)["return"] is Run
+    real, shown = (inspect.signature(function).parameters for function in (train, trained))
+    assert list(real) == list(shown)
