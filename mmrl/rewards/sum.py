@@ -28,7 +28,7 @@ IMAGES, REFERENCE = "images", "reference"
 names get them, not functions that only take **columns. The same applies to other columns of images or bytes in a
 table."""
 TOTALS = ("mean", "std", "std_within_groups", "errors", "zero_variance_groups")
-"""Names of metrics of the whole sum, which stand beside those of the terms: reward/mean is no term's."""
+"""Names of metrics of the whole sum, alongside those of the terms: reward/mean is no term's."""
 SPARE_LIMITS = 10.0
 """Extra time for all rows together, in multiples of timeout_s, in addition to one timeout_s per row of a worker."""
 NAN = float("nan")
