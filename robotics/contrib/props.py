@@ -19,8 +19,8 @@ Source: Corrado and Hanna, On-Policy Policy Gradient Reinforcement Learning With
 2311.08290; NicholasCorrado/PROPS ppo_discrete.py (props_update) and its constants.
 
 Differences: a wave is a number of whole episodes and not 8 control steps; batches of earlier steps are not reused
-(there: `buffer_batches`); there is no regulariser, whose weight is 0 in the paper's experiments by default; the moments
-of Adam start at 0 after each wave.
+(there: `buffer_batches`); there is no regulariser, whose weight is 0 by default in the authors' code; the moments of
+Adam start at 0 after each wave.
 """
 
 from __future__ import annotations
