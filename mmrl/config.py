@@ -312,8 +312,8 @@ def _check_numbers(text: str, path: Path) -> None:
     for event in yaml.parse(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
         if isinstance(event, yaml.ScalarEvent) and event.implicit[0] and MISREAD_NUMBER.fullmatch(event.value):
             raise UserError(
-                f"{path}, line {event.start_mark.line + 1}: YAML reads {event.value} as "
-                f"{yaml.safe_load(event.value)!r}; write a text in quotes, and a number in decimal digits"
+                f"{path}, line {event.start_mark.line + 1}: YAML reads {event.value} as another number, in base 8 or "
+                "60; write a text in quotes, and a number in decimal digits"
             )
 
 
