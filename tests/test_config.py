@@ -258,9 +258,13 @@ def test_a_split_keeps_the_reference_that_it_inherits(write, monkeypatch):
     ("text", "override", "message"),
     [
         ("output_dir: yes\n", "seed=1", "'output_dir' is a text, but YAML reads its value as True"),
-        ("output_dir: 0012\n", "seed=1", "line 5: YAML reads 0012 as 10; write a text in quotes"),
-        ("data: {system_prompt: 12:30}\n", "seed=1", "YAML reads 12:30 as 750"),
-        ("data: {system_prompt: 12:30.5}\n", "seed=1", "YAML reads 12:30.5 as 750.5"),
+        (
+            "output_dir: 0012\n",
+            "seed=1",
+            "line 5: YAML reads 0012 as another number, in base 8 or 60; write a text in quotes",
+        ),
+        ("data: {system_prompt: 12:30}\n", "seed=1", "YAML reads 12:30 as another number"),
+        ("data: {system_prompt: 12:30.5}\n", "seed=1", "YAML reads 12:30.5 as another number"),
         ("", "sampler.stop=[yes, no]", "'sampler.stop[0]' is a text, but YAML reads its value as True"),
         ("eval_data: {a: {split: 1e3}}\n", "seed=1", "'eval_data.a.split' is a text, but YAML reads its value as 1000"),
         ("", "output_dir=1e3", "'output_dir' is a text, but YAML reads its value as 1000.0"),
