@@ -83,7 +83,7 @@ def _user_recipe(name: str, where: str) -> RecipeEntry:
 
 
 def package_tables(name: str, packages: Sequence[str] = PACKAGES) -> list[Any]:
-    """Collect a table from the `entries` of each package that has it: RECIPES, EVALUATIONS or METRICS."""
+    """Collect a table from the `entries` of each package that has it: RECIPES, EVALUATIONS, METRICS or others."""
     modules = [importlib.import_module(f"{package}.entries") for package in packages]
     return [getattr(module, name) for module in modules if hasattr(module, name)]
 

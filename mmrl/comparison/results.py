@@ -66,7 +66,7 @@ class SweepRow:
     values: dict[int, float | None]
     mean: float | None
     start: float | None = None
-    """Mean of the metric before training over the same seeds; None where it was not evaluated."""
+    """Mean over the same seeds of the metric before training; None if it was not evaluated."""
 
 
 @dataclass

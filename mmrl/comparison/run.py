@@ -365,7 +365,7 @@ class _Session:
         return values
 
     def _note(self, tried: SweepArm, value: Any) -> str:
-        """What limits the choice of a value."""
+        """Caveats of the chosen value, for the console."""
         row, note = next(row for row in tried.rows if row.value == value), ""
         if tried.at_edge:
             small = value == min(row.value for row in tried.rows)

@@ -247,7 +247,7 @@ class Recipe(ABC, Generic[PolicyT, TaskT]):
         return [*self.terms, *self.stages]
 
     def waits_for(self, step: Step) -> str:
-        """What the next step lacks that another process produces, for the user; empty if nothing. Asked repeatedly."""
+        """Describe the data that the next step still needs from another process; empty if none. Called repeatedly."""
         return ""
 
     def rolls_apart(self, step: Step) -> bool:

@@ -551,7 +551,7 @@ class Trainer:
             time.sleep(WAIT_S)
 
     def _lacks(self) -> str:
-        """What any process lacks for the next step, and where: machines may not share the folder that is waited for."""
+        """What a process still waits for, with the name of its machine: machines may not share the folder."""
         own = self.recipe.waits_for(self.position)
         return next(filter(None, from_all(f"on {socket.gethostname()}, {own}" if own else "")), "")
 

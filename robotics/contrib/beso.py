@@ -44,10 +44,10 @@ from torch import Tensor
 from mmrl.core.payload import to_device
 from mmrl.errors import ConfigError, UserError
 from mmrl.fields import bounded, check_config, rare
-from robotics.policies.base.action_policy import ActionChoice, ActionPolicy, PolicyInputs, check_demonstrations
+from robotics.policies.base.action_policy import ActionChoice, ActionPolicy, PolicyInputs
 from robotics.policies.base.action_tokens import draw_rows
 from robotics.policies.base.encoder import EncodedPolicy, EncoderConfig, ObservationEncoder, Vocabulary
-from robotics.policies.flow import ChunkNetwork
+from robotics.policies.flow import ChunkNetwork, clean_and_noise
 
 
 @dataclass
@@ -156,14 +156,9 @@ class BesoPolicy(EncodedPolicy, ActionPolicy):
         Raises:
             ValueError: no generator.
         """
-        check_demonstrations(self, batch, actions, mask)
-        if generator is None:
-            raise ValueError("a denoiser samples noise; pass bc_loss a generator")
+        clean, noise, weight = clean_and_noise(self, batch, actions, mask, generator)
+        assert generator is not None
         config, rows = self.config, len(batch)
-        weight = mask.to(self.device, torch.float32).repeat_interleave(self.action_size, 1)
-        # actions after the end of a demonstration must not reach the network as input either; 0 means no motion
-        clean = actions.to(self.device, torch.float32).flatten(1).where(weight > 0, 0.0)
-        noise = to_device(draw_rows(torch.randn, tuple(clean.shape), generator), self.device)
         level, dropped = draw_rows(torch.rand, (rows, 2), generator).unbind(1)
         sigma = to_device(noise_levels(level, config.sigma_data, config.sigma_min, config.sigma_max), self.device)
         seen = self.encoder(_without_goal(batch, (dropped < config.goal_dropout).tolist())).flatten(1)

@@ -19,6 +19,11 @@ RECIPES = (
     ),
 )
 EXTENDS = "robotics"
+POLICIES = {
+    "mixture": ("robotics.contrib.pmoe:MixtureActionPolicy", "robotics.contrib.pmoe:MixturePolicyConfig"),
+    "beso": ("robotics.contrib.beso:BesoPolicy", "robotics.contrib.beso:BesoPolicyConfig"),
+}
+"""Classes and options of policies with an observation encoder, by kind."""
 METRICS = {"props/kl": "Divergence of the corrected sampling policy from the policy at the end of the last correction."}
 PAPERS = (
     Paper(

@@ -203,14 +203,8 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
         Raises:
             ValueError: no generator.
         """
-        check_demonstrations(self, batch, actions, mask)
-        if generator is None:
-            raise ValueError("flow matching samples times and noise; pass bc_loss a generator")
-        # a mask of control steps becomes one of numbers: D neighbouring ones belong to each step
-        weight = mask.to(self.device, torch.float32).repeat_interleave(self.action_size, 1)
-        # actions after the end of a demonstration must not reach the network as input either; 0 means no motion
-        clean = actions.to(self.device, torch.float32).flatten(1).where(weight > 0, 0.0)
-        noise = self._noise(tuple(clean.shape), generator)
+        clean, noise, weight = clean_and_noise(self, batch, actions, mask, generator)
+        assert generator is not None
         # uniform, unlike pi_0; see the module docstring
         time = to_device(draw_rows(torch.rand, (len(batch),), generator), self.device)
         noisy = mix(clean, noise, time, torch.arange(len(batch)))
@@ -260,6 +254,20 @@ class FlowActionPolicy(EncodedPolicy, ActionPolicy):
 
     def _noise(self, size: tuple[int, ...], generator: torch.Generator) -> Tensor:
         return to_device(draw_rows(torch.randn, size, generator), self.device)
+
+
+def clean_and_noise(
+    policy: ActionPolicy, batch: PolicyInputs, actions: Tensor, mask: Tensor, generator: torch.Generator | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Demonstrated chunks, noise of the same size, and the weight of each number, (B, E) each; see `bc_loss`."""
+    check_demonstrations(policy, batch, actions, mask)
+    if generator is None:
+        raise ValueError(f"a policy of {type(policy).__name__} samples noise in cloning; pass bc_loss a generator")
+    # a mask of control steps becomes one of numbers: D neighbouring ones belong to each step
+    weight = mask.to(policy.device, torch.float32).repeat_interleave(policy.action_size, 1)
+    # actions after the end of a demonstration must not reach the network as input either; 0 means no motion
+    clean = actions.to(policy.device, torch.float32).flatten(1).where(weight > 0, 0.0)
+    return clean, to_device(draw_rows(torch.randn, clean.shape, generator), policy.device), weight
 
 
 class ChunkNetwork(nn.Module):

@@ -16,7 +16,7 @@ from mmrl.fields import bounded, by_kind, choice, rare
 from mmrl.files import expanded
 from mmrl.rewards.reward_loading import call_function
 from mmrl.runs.export import model_folder
-from robotics.policies.base.action_policy import SAVED_POLICIES, ActionPolicy, open_policy
+from robotics.policies.base.action_policy import CONTRIB_POLICIES, SAVED_POLICIES, ActionPolicy, open_policy
 from robotics.policies.base.action_statistics import ActionRange
 from robotics.policies.base.encoder import EncoderConfig
 from robotics.policies.base.saved import make_config, read_config
@@ -33,15 +33,14 @@ OPTIONS = {
     "small": "robotics.policies.small:SmallVlaConfig",
     "gaussian": "robotics.policies.gaussian:GaussianPolicyConfig",
     "squashed": "robotics.policies.squashed:SquashedPolicyConfig",
-    "mixture": "robotics.contrib.pmoe:MixturePolicyConfig",
     "residual": "robotics.policies.improved:ResidualPolicyConfig",
     "steered": "robotics.policies.improved:SteeredPolicyConfig",
     "flow": "robotics.policies.flow:FlowPolicyConfig",
-    "beso": "robotics.contrib.beso:BesoPolicyConfig",
     "vlm": "robotics.policies.vlm:VlmActionConfig",
     "lerobot": "robotics.policies.lerobot.gaussian:LeRobotPolicyConfig",
     "lerobot_flow": "robotics.policies.lerobot.flow:LeRobotFlowConfig",
     "openvla": "robotics.policies.openvla.openvla_folder:OpenVlaConfig",
+    **{kind: options for kind, (_, options) in CONTRIB_POLICIES.items()},
 }
 """Options dataclass of each kind of policy."""
 OWN_UNITS = (
@@ -52,7 +51,7 @@ RESCALED = (
     "wrap the environment so that its action space is a Box of -1..1 with the same meaning as in the policy's data; "
     "for normalised data, gymnasium.wrappers.RescaleAction does this"
 )
-ONE_CAMERA = ("small", "gaussian", "squashed", "mixture", "flow", "beso", "vlm")
+ONE_CAMERA = ("small", "gaussian", "squashed", "flow", "vlm", *CONTRIB_POLICIES)
 
 
 @dataclass
@@ -358,13 +357,12 @@ POLICIES: dict[str, Callable[[ActionPolicyConfig, RobotSim, int], ActionPolicy]]
     "small": _encoded,
     "gaussian": _encoded,
     "squashed": _encoded,
-    "mixture": _encoded,
     "residual": _improved,
     "steered": _improved,
     "flow": _encoded,
-    "beso": _encoded,
     "vlm": _vlm,
     "lerobot": _lerobot,
     "lerobot_flow": _lerobot_flow,
     "openvla": _openvla,
+    **dict.fromkeys(CONTRIB_POLICIES, _encoded),
 }

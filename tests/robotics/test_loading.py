@@ -254,7 +254,7 @@ def test_what_is_not_read_does_not_have_to_fit():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"kind": "huge"}, "model.kind is 'huge'; allowed: small, gaussian, squashed, mixture, residual, steered"),
+        ({"kind": "huge"}, "model.kind is 'huge'; allowed: small, gaussian, squashed, residual, steered, flow, vlm"),
         ({"chunk": 0}, "model.chunk is 0"),
     ],
 )

@@ -73,7 +73,7 @@ class PageEnvSettings:
     """Settings of the browser, among them `allow_hosts`."""
 
     def __post_init__(self) -> None:
-        # a factory of one's own passes on `environment.kwargs`, whose parts are plain data
+        # a user's factory passes `environment.kwargs` on, in which nested options are plain dictionaries
         for name, hint in typing.get_type_hints(PageEnvSettings).items():
             if isinstance(value := getattr(self, name), Mapping):
                 object.__setattr__(self, name, _value(hint, value, f"environment.{name}"))

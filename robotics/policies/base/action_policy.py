@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from mmrl.core.blocks.divergence import generalized_jsd
 from mmrl.errors import UserError
+from mmrl.recipes import CONTRIB, package_tables
 from mmrl.runs.checkpoint import check_model
 from mmrl.runs.export import model_folder
 from robotics.policies.base.action_statistics import ActionRange, ActionStatistics, StateStatistics
@@ -401,19 +402,22 @@ def check_temperature(temperature: float) -> None:
         raise ValueError(f"temperature is {temperature}; must be above 0. Use greedy to act without noise.")
 
 
+CONTRIB_POLICIES: dict[str, tuple[str, str]] = {
+    kind: specs for table in package_tables("POLICIES", CONTRIB) for kind, specs in table.items()
+}
+"""Classes and options of the policies of single papers, by kind."""
 SAVED_POLICIES = {
     "small": "robotics.policies.small:SmallVlaPolicy",
     "gaussian": "robotics.policies.gaussian:GaussianActionPolicy",
     "squashed": "robotics.policies.squashed:SquashedActionPolicy",
-    "mixture": "robotics.contrib.pmoe:MixtureActionPolicy",
     "residual": "robotics.policies.improved:ResidualPolicy",
     "steered": "robotics.policies.improved:SteeredPolicy",
     "flow": "robotics.policies.flow:FlowActionPolicy",
-    "beso": "robotics.contrib.beso:BesoPolicy",
     "vlm": "robotics.policies.vlm:VlmActionPolicy",
     "lerobot": "robotics.policies.lerobot.gaussian:LeRobotPolicy",
     "lerobot_flow": "robotics.policies.lerobot.flow:LeRobotFlowPolicy",
     "openvla": "robotics.policies.openvla.tokens:OpenVlaPolicy",
     "openvla_regression": "robotics.policies.openvla.regression:OpenVlaRegressionPolicy",
+    **{kind: policy for kind, (policy, _) in CONTRIB_POLICIES.items()},
 }
 """Classes of saved policies by kind."""

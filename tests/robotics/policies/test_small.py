@@ -142,5 +142,5 @@ def test_folders_that_are_not_policies_are_named(tmp_path):
     with pytest.raises(UserError, match="damaged"):
         open_policy(tmp_path)
     (tmp_path / "policy.json").write_text('{"kind": "large"}')
-    with pytest.raises(UserError, match=r"known: small, gaussian, squashed, mixture, residual.*docs/adding\.md"):
+    with pytest.raises(UserError, match=r"known: small, gaussian, squashed, residual.*docs/adding\.md"):
         open_policy(tmp_path)
