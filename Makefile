@@ -13,7 +13,7 @@ WORKERS ?= 2
 help:
 	@echo "make setup           create $(VENV) and install everything that the targets below need"
 	@echo "make demo-text       SmolLM2, a pretrained model, learns to write JSON from a reward with GRPO; about 5 minutes"
-	@echo "make demo            a tiny vision-language model learns to read digits: supervised, then PAPO; about 5 minutes"
+	@echo "make demo            a tiny vision-language model learns to read digits: supervised, then PAPO; 5 to 7 minutes"
 	@echo "make demo-diffusion  a tiny flow model learns to draw digits, then AWM; writes images; about 2 minutes"
 	@echo "make demo-robot      a robot arm learns from demonstrations, then with PPO; writes videos; about 7 minutes"
 	@echo "make demo-intervene  a weak robot policy learns from the corrections of a (scripted) person; writes a film; about 7 minutes"
