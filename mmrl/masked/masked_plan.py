@@ -15,7 +15,7 @@ from mmrl.masked.masked_config import MaskedSftConfig
 from mmrl.training.plan import Facts, Plan, autocast, batch_sizes, planned
 from mmrl.vlm.engine.model_loading import prepare
 from mmrl.vlm.model.network import build_model_if_missing
-from mmrl.vlm.vlm_plan import PROMPT, outlined, reference_copies
+from mmrl.vlm.vlm_plan import PROMPT, attention_outlined, outlined, reference_copies
 
 
 def footprint(config: Any, prompt_tokens: int | None = None, *, passes: bool = True, recipe: Any = None) -> Plan:
@@ -42,7 +42,7 @@ def _facts(config: Any, network: Any, trained: Any, prompt_tokens: int | None) -
     draws = 0 if supervised else config.draws
     inputs = -(-sizes.chunk // size) if not draws else sizes.chunk * (config.likelihood.chunk or draws)
     again = -(-draws // config.likelihood.chunk) if draws and config.likelihood.chunk else 1
-    network.set_attn_implementation("sdpa")
+    network.set_attn_implementation(attention_outlined(config.model))
 
     def states(count: int) -> Tensor:
         tokens = torch.zeros(count, prompt + answer, dtype=torch.int64)

@@ -137,19 +137,29 @@ def planned(facts: Facts, trainer: Any, *, passes: bool) -> Plan:
         parts += facts.inputs
         networks = nn.ModuleList([facts.network, *facts.frozen])
         outlined = any(weight.is_meta for weight in networks.parameters())
-        with imagined(networks) if outlined else contextlib.nullcontext():
-            # casts of weights are kept until the update ends, as in a run
-            with autocast(trainer):
-                parts.append(Part("activations", activations(facts.network, facts.learn, facts.passes), "update"))
-            if facts.keep is not None:
-                kept = history(facts.network, facts.keep)
-                # until the end of the update, whose last pass goes back through it
-                parts.append(Part("history of the prompts, for the update", kept))
-            if facts.act is not None:
-                parts.append(Part(facts.acting, forward(networks, facts.act), "sampling"))
+        try:
+            with imagined(networks) if outlined else contextlib.nullcontext():
+                parts += _measured(facts, networks, trainer)
+        except (RuntimeError, NotImplementedError) as error:
+            if not outlined:
+                raise
+            # kernels that torch does not run without numbers, as some of experts
+            lines = str(error).splitlines() or [type(error).__name__]
+            facts = dataclasses.replace(facts, unknown=(f"activations, which only a run can tell ({lines[0]})",))
     complete = passes and not facts.unknown
     found = tuple(part for part in parts if part.bytes)
     return Plan(found, facts.assumed if complete else (), facts.unknown, facts.tried_on_cpu)
+
+
+def _measured(facts: Facts, networks: nn.Module, trainer: Any) -> Iterator[Part]:
+    """What the calls hold; casts of weights are kept until the update ends, as in a run."""
+    with autocast(trainer):
+        yield Part("activations", activations(facts.network, facts.learn, facts.passes), "update")
+    if facts.keep is not None:
+        # until the end of the update, whose last pass goes back through it
+        yield Part("history of the prompts, for the update", history(facts.network, facts.keep))
+    if facts.act is not None:
+        yield Part(facts.acting, forward(networks, facts.act), "sampling")
 
 
 def certain(footprint: Callable[..., Plan], config: Any) -> Plan:
@@ -365,8 +375,9 @@ def remedies(config: Any, footprint: Callable[[Any], Plan], memory_gb: float, gp
             continue
         config = changed
         plan = footprint(config)
-        lines.append(f"  {key}={str(value).lower()}: {plan.peak(gpus) / GB:.2f} GB")
-        if plan.fits(memory_gb, gpus):
+        peak = "no estimate" if plan.unknown else f"{plan.peak(gpus) / GB:.2f} GB"
+        lines.append(f"  {key}={str(value).lower()}: {peak}")
+        if not plan.unknown and plan.fits(memory_gb, gpus):
             return lines
     return [*lines, "  none of these are sufficient"]
 
@@ -466,7 +477,8 @@ def imagined(module: nn.Module) -> Iterator[None]:
         # a fused kernel keeps no matrix of weights, which the plain form would
         return _Fused.apply(query, key, value)
 
-    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch(ATTENTION, attention):
+    quiet = mock.patch.object(logging.getLogger(FakeTensorMode.__module__), "disabled", True)
+    with FakeTensorMode(allow_non_fake_inputs=True), mock.patch(ATTENTION, attention), quiet:
         _imagine(module)
         yield
 

@@ -31,6 +31,7 @@ from mmrl.vlm.model.network import (
     build_model_if_missing,
     processor_folder,
     resolve_model,
+    unloadable,
     vision_parameters,
 )
 from mmrl.vlm.model.processor import load_processor
@@ -134,7 +135,7 @@ def _facts(config: Any, network: Any, trained: Any, lengths: Lengths, unknown: s
     keeps = shares and _keeps_history(config) and answer > 1
     # outside the calls, whose tensors have no numbers
     chunk_tokens, step_tokens = (lengths.of_step(count) for count in (prompts, trainer.tasks_per_step))
-    network.set_attn_implementation("sdpa")
+    network.set_attn_implementation(attention_outlined(model))
 
     def states(tokens: int) -> Tensor:
         embedded = network.get_input_embeddings()(torch.zeros(1, tokens, dtype=torch.int64))
@@ -212,7 +213,15 @@ def outlined(model: Any) -> Any:
     dtype = getattr(torch, model.dtype)
     found = auto_class(settings.model_type, name)
     check_architecture(found._model_mapping[type(settings)], settings)
-    return found.from_config(settings, attn_implementation="sdpa", dtype=dtype)
+    try:
+        return found.from_config(settings, attn_implementation=attention_outlined(model), dtype=dtype)
+    except ValueError as error:  # how transformers refuses kernels that the architecture does not have
+        raise unloadable(f"the model {name}", error, model.attention) from error
+
+
+def attention_outlined(model: Any) -> str:
+    """The attention of a plan: flash attention has no form without values, and needs as much as sdpa's kernels."""
+    return "eager" if model.attention == "eager" else "sdpa"
 
 
 def reference_copies(config: Any) -> int:

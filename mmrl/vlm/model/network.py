@@ -108,8 +108,7 @@ def load_network(config: ModelConfig, base: str) -> Any:
                 trust_remote_code=False,
             )
     except Exception as error:  # damaged files, missing kernels and memory each raise their own kinds
-        other = f" (model.attention is {config.attention})" if "attn_implementation" in str(error) else ""
-        raise UserError(f"the model in {base} cannot be loaded: {first_line(error)}{other}") from error
+        raise unloadable(f"the model in {base}", error, config.attention) from error
     network, report = loaded
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -119,10 +118,20 @@ def load_network(config: ModelConfig, base: str) -> Any:
     return network
 
 
+def unloadable(base: str, error: Exception, attention: str) -> UserError:
+    """The refusal of a model that transformers does not load."""
+    if attention == "sdpa" and "attn_implementation" in str(error):
+        return UserError(f"{base} has no sdpa attention in this version of transformers; set model.attention to eager")
+    return UserError(f"{base} cannot be loaded: {first_line(error)}")
+
+
 def _borrowed(network: Any, config: ModelConfig) -> Any:
     """A model that the user's program has loaded, prepared as a loaded one is."""
     network.to(getattr(torch, config.dtype))
-    network.set_attn_implementation(config.attention)
+    try:
+        network.set_attn_implementation(config.attention)
+    except ValueError as error:
+        raise unloadable(f"the {type(network).__name__} that was passed", error, config.attention) from error
     network.generation_config = _neutral(network.generation_config)
     return network
 

@@ -1,5 +1,6 @@
 """Families that cannot be computed are refused by name, before their weights are read."""
 
+import dataclasses
 import shutil
 
 import pytest
@@ -13,6 +14,10 @@ from mmrl.vlm.engine.capabilities import check_architecture, check_behaviour
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.model.network import auto_class
+from mmrl.vlm.vlm_plan import footprint, outlined
+from mmrl.workers import given
+from tests.contracts.domains import domain_of
+from tests.contracts.options import with_changes
 from tests.vlm.builders import make_task
 from tests.vlm.families.zoo import ZOO
 
@@ -80,13 +85,37 @@ def test_a_model_that_keeps_something_outside_of_its_cache_is_found(language_mod
     assert torch.is_grad_enabled()
 
 
-def saved(network, language_model, folder):
+def saved(network, language_model, folder, attention="sdpa"):
     """The model with the tokenizer of another one."""
     shutil.copytree(language_model, folder)
     for weights in folder.glob("*.safetensors"):
         weights.unlink()
     network.save_pretrained(folder)
-    return ModelConfig(path=str(folder))
+    return ModelConfig(path=str(folder), attention=attention)
+
+
+def test_a_model_without_the_kernels_is_refused_with_those_that_it_has(language_model, tmp_path):
+    # attention sinks are not in sdpa
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    model = transformers.GptOssForCausalLM(transformers.GptOssConfig(**SMALL | experts, head_dim=16))
+    config, expected = (
+        saved(model, language_model, tmp_path / "model"),
+        "no sdpa attention .* set model.attention to eager",
+    )
+    for loads in (load_policy, outlined):
+        with pytest.raises(UserError, match=f"model .*{expected}"):
+            loads(config)
+    loaded = transformers.GptOssForCausalLM.from_pretrained(config.path, attn_implementation="eager")
+    with given.having({}, {config.path: loaded}), pytest.raises(UserError, match=f"GptOssForCausalLM .*{expected}"):
+        load_policy(config)
+    config = dataclasses.replace(config, attention="eager")
+    with torch.device("meta"):
+        assert outlined(config).config._attn_implementation == "eager"
+    # torch's shapes of the experts' product are those of bfloat16 alone
+    run = with_changes(domain_of("vlm").make_config("vlm", tmp_path), {"model": config})
+    (why,) = footprint(run, 8).unknown
+    assert "activations, which only a run can tell" in why
+    assert not footprint(with_changes(run, {"model.dtype": "bfloat16"}), 8).unknown
 
 
 def test_a_model_whose_logits_are_not_made_from_its_bodys_output_is_refused(language_model, tmp_path):
@@ -120,7 +149,9 @@ OLDER = {
 def test_scores_of_older_families_are_their_own(kind, language_model, tmp_path):
     (model, sizes), words = OLDER[kind], len(transformers.AutoTokenizer.from_pretrained(language_model))
     config = transformers.AutoConfig.for_model(kind, **sizes | {"vocab_size": words})
-    policy = load_policy(saved(model(config), language_model, tmp_path / kind)).eval()
+    network = model(config)
+    attention = "sdpa" if network._supports_sdpa else "eager"  # GPT-J before transformers 5.4
+    policy = load_policy(saved(network, language_model, tmp_path / kind, attention)).eval()
     prompt, ids = policy.encode(make_task("a", "Make 3 from 1 2.")), torch.tensor([[5, 6, 7]])
     payload = VlmPayload([prompt], [make_task("a", "Make 3.")], ids, [""], ["eos"])
     mask = torch.ones(1, 3)
