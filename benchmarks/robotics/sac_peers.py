@@ -54,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         make = own_curve if given.side == OWN else peer_curve
         _say(json.dumps(make(given.env, given.steps, given.every, given.first)))
         return 0
+    if given.seeds < (2 if given.peer else 1):
+        parser.error(f"--seeds is {given.seeds}; an interval needs at least 2")
     seeds = range(given.first, given.first + given.seeds)
     sides = {**({PEER: given.peer} if given.peer else {}), OWN: sys.executable}
     work = [(side, python, seed) for seed in seeds for side, python in sides.items()]
