@@ -161,6 +161,8 @@ class StoredConfig:
     """Arm that the differences are relative to; empty means the experiment's."""
     curves_title: str = ""
     """Title of the learning curves."""
+    curve_seeds: int = 0
+    """Number of seeds of the learning curves; 0 means all seeds of the experiment."""
     arms: dict[str, StoredArm] = field(default_factory=dict)
     """Numbers of each row of the figure, from top to bottom; a row does not have to be an arm with runs."""
 

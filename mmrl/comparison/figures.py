@@ -130,7 +130,7 @@ def stored_figure(experiment: ExperimentConfig) -> Figure:
     for name, arm in stored.arms.items():
         if arm.curve:
             places, mean, low, high = np.array(arm.curve).T
-            curves[name] = Band(places, mean, low, high, len(seeds))
+            curves[name] = Band(places, mean, low, high, stored.curve_seeds or len(seeds))
     return comparison_figure(comparison, curves, dataclasses.replace(look, unit=unit), stored.curves_title)
 
 

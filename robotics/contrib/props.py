@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.objectives import make_objective
@@ -145,7 +146,8 @@ class PropsRecipe(RobotPpoRecipe):
             parts = rollouts.minibatches(settings.minibatches, generator)
             return [part for part in parts if part.host.mask.any()]  # not those whose environments all failed
 
-        self.noted["props/kl"] = correct(weights, batches, lambda part: self._log_ratio(policy, part), settings)
+        apart = correct(weights, batches, lambda part: self._log_ratio(policy, part), settings)
+        self.noted["props/kl"] = Metric(apart, 1.0)  # the mean of those of all processes
 
     def _log_ratio(self, policy: PolicyWithCritic, rollouts: Rollouts) -> Tensor:
         """(M,) log rho of the decisions that count."""
