@@ -397,7 +397,7 @@ def output_folder(path: Path | str, what: str = "") -> Path:
     """The path of a folder to write to, which need not exist; `what` is the name of the option in messages.
 
     Raises:
-        UserError: what stands in its way.
+        UserError: the file or folder that prevents it.
     """
     return _checked_output(Path(path), f"{what} " if what else "", folder=True)
 

@@ -109,7 +109,7 @@ def test_statuses():
         (call("[1]"), "bad_arguments", "the arguments of f are a list; expected an object"),
         (call('{"a": NaN}'), "invalid_json", "NaN is no number of JSON"),
         (call('{"a": 1, "a": 2}'), "invalid_json", "an object has a key twice"),
-        (call("{}")[:-12] + " {}</tool_call>", "invalid_json", "behind the JSON stands '{}'"),
+        (call("{}")[:-12] + " {}</tool_call>", "invalid_json", "unexpected text after the JSON: '{}'"),
         ('<tool_call>{"arguments": {}}</tool_call>', "missing_name", "the call has no name"),
         ('<tool_call>{"name": "g"}</tool_call>', "unknown_tool", "there is no tool 'g'; the tools are: f"),
         ("Look: <function=f>", "invalid_json", "a call begins with '<function=f>'"),

@@ -200,7 +200,7 @@ def read_object(text: str, strict: bool, parameters: Parameters = NO_PARAMETERS)
         raise UnreadableError("no_action", f"the answer begins with {text[:20]!r}, not with a JSON object")
     value, end = decode_json(text)
     if end < len(text):
-        raise UnreadableError("extra_text", f"after the JSON object stands {text[end : end + 40]!r}")
+        raise UnreadableError("extra_text", f"unexpected text after the JSON object: {text[end : end + 40]!r}")
     return actions_in(value, strict)
 
 
@@ -220,7 +220,9 @@ def read_calls(text: str, strict: bool, parameters: Parameters = NO_PARAMETERS) 
         before, calls = _from_first_call(text)
     thought = before.strip()
     if strict and thought and not thought.startswith("Thought:"):
-        raise UnreadableError("extra_text", f"before Action: stands {thought[:40]!r}, expected Thought: or nothing")
+        raise UnreadableError(
+            "extra_text", f"unexpected text before Action: {thought[:40]!r}; only Thought: may come before it"
+        )
     pieces = _split_calls(calls.strip().strip("`").strip(), strict)
     return thought.removeprefix("Thought:").strip(), [_call(piece, strict, parameters) for piece in pieces]
 
@@ -246,7 +248,7 @@ def read_tags(text: str, strict: bool, parameters: Parameters = NO_PARAMETERS) -
     while opening is not None:
         between = text[position : opening.start()].strip()
         if strict and between:
-            raise UnreadableError("extra_text", f"between two actions stands {between[:40]!r}")
+            raise UnreadableError("extra_text", f"unexpected text between two actions: {between[:40]!r}")
         closing = CLOSE.search(text, opening.end())
         if closing is None and strict:
             raise UnreadableError("malformed", "an <action> is not closed")
@@ -255,7 +257,7 @@ def read_tags(text: str, strict: bool, parameters: Parameters = NO_PARAMETERS) -
         position = end if closing is None else closing.end()
         opening = OPEN.search(text, position)
     if strict and text[position:].strip():
-        raise UnreadableError("extra_text", f"after the action stands {text[position:].strip()[:40]!r}")
+        raise UnreadableError("extra_text", f"unexpected text after the action: {text[position:].strip()[:40]!r}")
     return thought, found
 
 

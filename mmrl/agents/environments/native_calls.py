@@ -77,7 +77,7 @@ class CallFormat:
     around: str = r"(?!)"
     """Pattern of marks around calls and texts, which belong to neither."""
     separator: str = ""
-    """Pattern of what may stand between two calls without an end."""
+    """Pattern of what may separate two calls without an end."""
 
 
 def read_native(
@@ -300,7 +300,7 @@ def _json(text: str) -> Any:
     """A JSON value; raw newlines in strings are allowed, since models write them in code."""
     value, end = decode_json(text.strip(), strict=False)
     if rest := text.strip()[end:].strip():
-        raise UnreadableError("malformed", f"behind the JSON stands {rest[:40]!r}")
+        raise UnreadableError("malformed", f"unexpected text after the JSON: {rest[:40]!r}")
     return value
 
 

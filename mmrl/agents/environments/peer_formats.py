@@ -45,7 +45,7 @@ def read_tool_calls(text: str, strict: bool) -> Found:
         if strict and (not closing or rest.strip()):
             if not closing:
                 raise UnreadableError("malformed", "a <tool_call> is not closed")
-            raise UnreadableError("extra_text", f"behind a call stands {rest.strip()[:40]!r}")
+            raise UnreadableError("extra_text", f"unexpected text after a call: {rest.strip()[:40]!r}")
         body = body.strip()
         value, end = decode_json(body)
         if body[end:].strip():
