@@ -480,6 +480,11 @@ def _split_keys(
     if type(space).__name__ != "Dict":
         if state_keys is not None or image_key is not None:
             raise EnvError(f"observations are {space}; state_keys and image_key only apply to a Dict")
+        if not _is_numeric(space):
+            raise EnvError(
+                f"observations are {space}; expected a Box or another array of numbers, or a Dict of them. Wrap the "
+                "environment so that each part is an entry of a Dict"
+            )
         return None, "" if _has_channels(space) else None, {}
     parts = space.spaces
     for key in [*(state_keys or ()), *([image_key] if image_key else ())]:

@@ -82,6 +82,13 @@ def test_an_observation_that_is_one_array_is_state_or_image(space, mode, state_s
         row(Arm(space), state_keys=["x"])
 
 
+@pytest.mark.parametrize("parts", [(2, 3), (2, 2)])
+def test_an_observation_of_several_arrays_without_names_is_refused(parts):
+    space = spaces.Tuple([spaces.Box(-1, 1, (size,)) for size in parts])
+    with pytest.raises(EnvError, match=r"observations are Tuple\(.*each part is an entry of a Dict"):
+        row(Arm(space))
+
+
 def test_actions_are_scaled_to_the_bounds_of_each_entry():
     arm = Arm()
     adapted = row(arm)
