@@ -33,7 +33,7 @@ from numpy.typing import NDArray
 
 from mmrl.core.loss import Metric
 from mmrl.core.rollouts import Rollouts
-from mmrl.errors import RunError, UserError
+from mmrl.errors import UserError
 from mmrl.fields import bounded, rare
 from mmrl.files import expanded, replaced
 from mmrl.runs.fingerprint import content_digest
@@ -108,6 +108,10 @@ class HgDaggerConfig(CloneConfig):
         """Number of watched episodes whose steps training step `step` may use."""
         about, past = self.interventions, step - self.interventions.first
         return 0 if past < 0 else (1 + past // about.every) * about.episodes
+
+    def record(self, sim: RobotSim) -> InterventionRecord:
+        """Open the folder of the recorded episodes."""
+        return InterventionRecord(self.record_folder, sim, self.demonstrations.cameras, self.interventions.episodes)
 
     def attempt(self, tasks: Sequence[EpisodeSpec], number: int) -> tuple[EpisodeSpec, int]:
         """Initial state and seed of a watched episode; the initial states follow each other in turn."""
@@ -220,11 +224,13 @@ class HgDaggerRecipe(CloneRecipe):
         self._watched = list_episodes(config.data, self.sim.tasks(), self.sim.layouts())
         self._rows = 0
         self._published: int | None = None
+        if config.interventions.live and not self.eval_tasks:
+            # the session acts in another process, and a robot takes one at a time
+            self.sim.close()
 
     @functools.cached_property
     def _record(self) -> InterventionRecord:
-        record = InterventionRecord(self.config.record_folder, self.sim, self.config.demonstrations.cameras)
-        return self.opened.enter_context(record)
+        return self.opened.enter_context(self.config.record(self.sim))
 
     def load_train_tasks(self) -> Sequence[Any]:
         """Places in a batch; their transitions are drawn from the dataset as it is at the step."""
@@ -256,7 +262,11 @@ class HgDaggerRecipe(CloneRecipe):
             if PartialState().is_main_process and not self.config.interventions.live:
                 self._collect(policy, wanted)
             PartialState().wait_for_everyone()
-            self._take(wanted)
+            lines = self.demonstrations.take(wanted)
+            failures = [line["reason"] for line in lines if line["episode_index"] is None]
+            if failures:
+                text = "%d of %d watched episodes have no result, the first one because %s"
+                LOGGER.warning(text, len(failures), len(lines), failures[0])
             check_same_folder(self.demonstrations.folder, len(self.demonstrations.attempts))
         known = self.demonstrations.transitions
         # one draw per place, with replacement: the dataset grows, so there are no epochs
@@ -273,16 +283,14 @@ class HgDaggerRecipe(CloneRecipe):
     def step_metrics(self, rollouts: Rollouts) -> dict[str, float | Metric]:
         """Size of the dataset, and the interventions of the last round."""
         found = super().step_metrics(rollouts) | {"data/person_steps": float(self.demonstrations.person_steps)}
-        return found | {"data/epoch": self._rows / self.demonstrations.num_transitions} | self._last_round()
+        found |= {"data/epoch": self._rows / self.demonstrations.num_transitions}
+        lines = self.demonstrations.attempts[-self.config.interventions.episodes :]
+        return found | (round_metrics(lines) if lines else {})
 
     def load_parts(self, folder: Path) -> None:
         """Open the recorded episodes: closing them finishes what an interruption left unfinished."""
         if PartialState().is_main_process and not self.config.interventions.live:
             _ = self._record
-
-    def _last_round(self) -> dict[str, float]:
-        lines = self.demonstrations.attempts[-self.config.interventions.episodes :]
-        return round_metrics(lines) if lines else {}
 
     def _collect(self, policy: ActionPolicy, wanted: int) -> None:
         """Run the attempts that the dataset lacks, as many at once as the simulator can."""
@@ -296,16 +304,6 @@ class HgDaggerRecipe(CloneRecipe):
             specs, seeds = zip(*(self.config.attempt(self._watched, number) for number in numbers), strict=True)
             for episode in run_watched(policy, self.sim, specs, overseer, self.config.acting, seeds):
                 self._record.add(episode)
-
-    def _take(self, wanted: int) -> None:
-        lines = self.demonstrations.take(wanted)
-        failures = [line["reason"] for line in lines if line["episode_index"] is None]
-        for reason in failures[:1]:
-            LOGGER.warning(
-                "%d of %d watched episodes have no result, the first one because %s", len(failures), len(lines), reason
-            )
-        if failures and len(failures) == len(lines):
-            raise RunError(f"all {len(lines)} watched episodes of a round failed: {failures[0]}")
 
 
 def round_metrics(lines: Sequence[dict[str, Any]]) -> dict[str, float]:

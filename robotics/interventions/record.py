@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mmrl.errors import UserError
+from mmrl.errors import RunError, UserError
 from mmrl.files import read_json_object
 from mmrl.runs.records import JsonLines, read_jsonl
 from robotics.data import EpisodeWriter
@@ -35,8 +36,6 @@ from robotics.interventions.watched import WatchedEpisode
 from robotics.sim.interface import interface_of
 
 if TYPE_CHECKING:
-    from typing import Self
-
     from robotics.episodes.pacing import ControlRate
     from robotics.sim.episodes import RobotSim
 
@@ -77,28 +76,28 @@ def read_attempts(folder: Path) -> list[dict[str, Any]]:
     return lines
 
 
-class InterventionRecord:
+class InterventionRecord(AbstractContextManager["InterventionRecord"]):
     """Writes watched episodes to a folder, after those that it has.
 
     Args:
         folder: of the dataset, made when missing.
         sim: the simulator, which names states, actions and the control rate.
         cameras: names of the policy's camera and the additional ones; empty = no images.
-        fps: control steps per second of a simulator that does not report its rate; `FPS` when None.
+        episodes: number in a round; a round whose environment failed in all of them is forgotten, to be run again.
 
     Raises:
         UserError: the folder has a dataset with other features or another rate, or another program writes to it.
     """
 
-    def __init__(self, folder: Path, sim: RobotSim, cameras: Sequence[str] = (), fps: float | None = None) -> None:
-        self.folder, self._cameras, self._sim = folder, list(cameras), sim
+    def __init__(self, folder: Path, sim: RobotSim, cameras: Sequence[str] = (), episodes: int = 1 << 30) -> None:
+        self.folder, self._cameras, self._sim, self._round = folder, list(cameras), sim, episodes
         sizes = {} if sim.image_size is None else dict.fromkeys(cameras, sim.image_size)
         features = recorded_features(sim, sizes) | FEATURES
         full_size = getattr(sim, "full_state_size", 0)
         features |= {FULL_STATE: {"dtype": "float32", "shape": [full_size], "names": None}} if full_size else {}
         about = sim.describe()
         robot = str(about.get("arm") or about.get("environment") or about.get("simulator") or "robot")
-        self._writer = EpisodeWriter(folder, fps or interface_of(sim).control_hz or FPS, features, robot)
+        self._writer = EpisodeWriter(folder, interface_of(sim).control_hz or FPS, features, robot)
         self._lines, self._journal = JsonLines(folder / LINES_PATH), JsonLines(folder / JOURNAL_PATH)
         try:
             self.attempts: list[dict[str, Any]] = read_attempts(folder)
@@ -120,6 +119,8 @@ class InterventionRecord:
     def add(self, episode: WatchedEpisode, rate: ControlRate | None = None, weights: int | None = None) -> None:
         """Add a finished attempt; one without control steps, or whose environment failed, only gets a line.
 
+        Raises RunError if that is the whole round.
+
         Args:
             episode: the attempt.
             rate: of its control steps on the wall clock.
@@ -137,6 +138,13 @@ class InterventionRecord:
             "weights": weights,
             **({} if rate is None else asdict(rate)),
         }
+        first = len(self.attempts) // self._round * self._round
+        lost = not kept and all(one["episode_index"] is None for one in self.attempts[first:])
+        if lost and len(self.attempts) + 1 == first + self._round:
+            # before the learner reads it: a robot that was unplugged must not use up the run
+            self._lines.drop(lambda one: one["attempt"] >= first)
+            text = f"all {self._round} watched episodes of a round failed: {episode.reason}"
+            raise RunError(f"{text}; they are not counted, and begin again when the run continues")
         self.attempts.append(line)
         self._lines.append(line)
         if kept:
@@ -154,9 +162,6 @@ class InterventionRecord:
         self._lines.close()
         self._journal.close()
         self._writer.finish()
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

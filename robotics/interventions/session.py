@@ -35,7 +35,6 @@ from robotics.episodes.payload import episode_id, list_episodes
 from robotics.interventions.devices import QUIT, REDO, Device
 from robotics.interventions.hg_dagger import ACTOR, HgDaggerConfig, published
 from robotics.interventions.overseers import InsideOverseer, Overseer, Person, open_overseer
-from robotics.interventions.record import InterventionRecord
 from robotics.interventions.watched import WatchedEpisode, run_watched
 from robotics.policies.policy_loading import load_action_policy
 from robotics.rewards.judged_sim import open_run_sim
@@ -127,11 +126,15 @@ class _Session:
     ) -> None:
         self._config, self._overseer, self._say, self._learner = config, overseer, say, learner
         self._run_dir = Path(config.output_dir)
+        self._weights: int | None = None
+        if learner is not None:
+            say(f"waiting for the learner's first weights; its output is in {self._run_dir / LOG}")
+        # before the environment, which the learner opens at its start; a robot takes one process at a time
+        self._newest(first=True)
         torch.set_num_threads(1)
         self._sim = open_run_sim(dataclasses.replace(config.sim, workers=1), config.success)
         stack.callback(self._sim.close)
         self._policy = load_action_policy(config.model, self._sim, config.seed).eval()
-        self._weights: int | None = None
         hz = interface_of(self._sim).control_hz
         if hz is None:
             raise UserError(
@@ -139,8 +142,7 @@ class _Session:
                 "sim.options.adapter.control_hz"
             )
         self._hz = hz
-        record = InterventionRecord(config.record_folder, self._sim, config.demonstrations.cameras)
-        self._record = stack.enter_context(record)
+        self._record = stack.enter_context(config.record(self._sim))
         self._tasks = list_episodes(config.data, self._sim.tasks(), self._sim.layouts())
         self._show = _shown_on(overseer.device, self._sim) if isinstance(overseer, Person) else None
 
@@ -151,9 +153,7 @@ class _Session:
 
     def run(self) -> None:
         """Run episodes until all are recorded and learned from, or the person quits."""
-        if self._learner is not None:
-            self._say(f"waiting for the learner's first weights; its output is in {self._run_dir / LOG}")
-        self._load_weights(first=True)
+        self._load_weights()
         try:
             while self.attempts < self._config.attempts:
                 pacer = Pacer(self._hz)
@@ -196,11 +196,17 @@ class _Session:
         )
         return episode
 
-    def _load_weights(self, *, first: bool = False) -> None:
-        """Take the learner's newest weights, between two episodes; its first ones are waited for."""
-        if self._learner is None:
-            return
-        while True:
+    def _load_weights(self) -> None:
+        """Take the learner's newest weights, between two episodes."""
+        found = self._newest()
+        if found is not None and found[0] != self._weights:
+            self._weights, folder = found
+            self._policy.load_weights(folder)
+            self._policy.eval()
+
+    def _newest(self, *, first: bool = False) -> tuple[int, Path] | None:
+        """Trainer step and folder of the learner's newest weights, whose `first` ones are waited for."""
+        while self._learner is not None:
             code, found = self._learner.poll(), published(self._run_dir)
             if code:
                 log = self._run_dir / LOG
@@ -210,16 +216,13 @@ class _Session:
                 )
             # before its first round, the learner clones the demonstrations; one that ends had nothing left to do
             if (found and found[-1][0] >= self._config.interventions.first) or code == 0 or not first:
-                break
+                return found[-1] if found else None
             time.sleep(POLL_S)
-        if found and found[-1][0] != self._weights:
-            self._weights, folder = found[-1]
-            self._policy.load_weights(folder)
-            self._policy.eval()
+        return None
 
 
 def _line(number: int, episode: WatchedEpisode, rate: ControlRate | None, weights: int | None) -> str:
-    ending = "failed" if episode.failed else "success" if episode.success else "no success"
+    ending = f"failed ({episode.reason})" if episode.failed else "success" if episode.success else "no success"
     by = f"{sum(episode.by_person)} of {len(episode)} steps in {episode.starts} interventions"
     at = "" if rate is None else f", {rate.hz:.2f} Hz (jitter {rate.jitter_ms:.1f} ms, {rate.late} late)"
     old = "" if weights is None else f", weights of step {weights}"

@@ -75,13 +75,11 @@ def intervention_rewards(by_person: NDArray[np.bool_]) -> NDArray[np.float32]:
 class _Plans:
     """The policy's chunks of actions, row by row; a row plans again when its chunk is used up or was interrupted."""
 
-    greedy = True
-    """Whether the policy takes its most likely actions."""
-
     def __init__(
         self, policy: ActionPolicy, episodes: Sequence[EpisodeSpec], settings: ActingSettings, seeds: Sequence[int]
     ) -> None:
         self._policy, self._episodes, self._settings = policy, episodes, settings
+        self.greedy = True
         self._scale = action_scale(policy, settings)
         self._generators = [torch.Generator().manual_seed(seed) for seed in seeds]
         self._left: list[list[NDArray[np.float32]]] = [[] for _ in episodes]

@@ -59,8 +59,6 @@ class RobotRlpdConfig(RobotSacConfig):
 class RobotRlpdRecipe(RobotSacRecipe):
     """The recipe of `robot_sac` with the configuration of RLPD."""
 
-    config: RobotRlpdConfig
-
 
 @dataclass
 class RobotResidualConfig(RobotSacConfig):

@@ -10,7 +10,6 @@ that ends within a chunk executes h < K steps of it; the remaining actions are t
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -182,8 +181,7 @@ class TransitionFile:
         """Delete the file."""
         self._records = np.zeros(0, self.form.dtype)
         self._count = 0
-        if self.path.exists():
-            os.unlink(self.path)
+        self.path.unlink(missing_ok=True)
 
 
 def prior_count(size: int, ratio: float) -> int:

@@ -15,6 +15,7 @@ from mmrl.training.recipe import Step
 from mmrl.training.run import train
 from robotics.data import LeRobotReader
 from robotics.episodes.demonstrations import DemonstrationConfig, Transition, load_demonstrations
+from robotics.episodes.payload import EpisodeSetConfig
 from robotics.interventions.hg_dagger import (
     AggregatedDemonstrations,
     HgDaggerRecipe,
@@ -25,7 +26,7 @@ from robotics.interventions.hg_dagger import (
 from robotics.interventions.overseers import OverseerConfig
 from robotics.interventions.record import LINES_PATH, read_attempts
 from robotics.policies.base.action_policy import open_policy
-from tests.robotics.interventions.scripted import dagger
+from tests.robotics.interventions.scripted import ExpertLine, dagger
 from tests.robotics.line_demos import demonstrate
 
 pytest.importorskip("pyarrow", reason="needs pip install 'mmrl-suite[vla]'")
@@ -229,8 +230,21 @@ def test_failed_environments_are_counted_and_a_round_of_them_ends_the_run(tmp_pa
     )
     config = dagger(tmp_path / "all", demos)
     config.sim.options = {"never_starts": [0, 1]}
-    with pytest.raises(RunError, match="all 3 watched episodes of a round failed: would not start"):
+    with pytest.raises(RunError, match="all 3 watched episodes of a round failed: would not start; they are not"):
         train(ENTRY, config)
+    # an arm that was unplugged has not used up the run
+    assert not (tmp_path / "all" / "interventions" / LINES_PATH).read_text()
+
+
+@pytest.mark.parametrize("evaluated", [False, True])
+def test_a_live_run_leaves_the_robot_to_the_session_unless_it_evaluates(tmp_path, demos, evaluated, monkeypatch):
+    closed = []
+    monkeypatch.setattr(ExpertLine, "close", lambda sim: closed.append(sim))
+    config = dagger(tmp_path / "run", demos, interventions={"live": True})
+    config.eval_data = {"held_out": EpisodeSetConfig(split="held_out", layouts=2)} if evaluated else {}
+    recipe = HgDaggerRecipe(config)
+    assert bool(closed) is not evaluated
+    recipe.close()
 
 
 def test_metrics_of_a_round():

@@ -30,7 +30,7 @@ def helped():
 def test_actions_that_the_environment_replaced_are_recorded_as_executed(tmp_path):
     sim, overseer = open_sim(helped()), open_overseer(OverseerConfig(kind="environment"))
     policy = AlwaysPolicy(0.0)
-    with InterventionRecord(tmp_path / "data", sim, fps=7) as record:
+    with InterventionRecord(tmp_path / "data", sim) as record:
         (episode,) = run_watched(policy, sim, [TASK], overseer, ActingSettings(), [0])
         record.add(episode)
     # whoever helps in other episodes, such as those of an evaluation, would make them look like the policy's
@@ -66,7 +66,7 @@ def test_gym_hil_reports_every_action_and_says_whose_it_is(key):
 
 def test_an_episode_that_the_person_discards_is_not_recorded(tmp_path):
     sim = gym_hil(rerecords=True)
-    with InterventionRecord(tmp_path / "data", sim, fps=7) as record:
+    with InterventionRecord(tmp_path / "data", sim) as record:
         (episode,) = run_watched(AlwaysPolicy(0.0), sim, [TASK], InsideOverseer(), ActingSettings(), [0])
         record.add(episode)
     assert episode.failed

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from mmrl.errors import UserError
+from mmrl.errors import RunError, UserError
 from robotics.data import EpisodeWriter, LeRobotReader, robot_features
 from robotics.episodes.collect import ActingSettings
 from robotics.interventions.devices import TAKE_OVER, DeviceInput
@@ -198,6 +198,18 @@ def test_an_attempt_whose_environment_failed_is_counted_and_has_no_episode(tmp_p
     lines = read_attempts(tmp_path / "data")
     assert [(line["episode_index"], line["reason"]) for line in lines] == [(None, "it broke")]
     assert len(LeRobotReader(tmp_path / "data")) == 0
+
+
+def test_a_round_of_failed_attempts_is_forgotten_and_begins_again(tmp_path):
+    broken = WatchedEpisode(episode=RIGHT, failed=True, reason="unplugged")
+    with InterventionRecord(tmp_path / "data", ExpertLine(), episodes=2) as record:
+        (episode,) = run_watched(AlwaysPolicy(0.1), ExpertLine(), [RIGHT], Person(FakeDevice()), ActingSettings(), [0])
+        for attempt in (episode, broken, broken):
+            record.add(attempt)
+        with pytest.raises(RunError, match="all 2 watched episodes of a round failed: unplugged"):
+            record.add(broken)
+    # the first round has a result, and stays
+    assert [line["episode_index"] for line in read_attempts(tmp_path / "data")] == [0, None]
 
 
 def test_a_dataset_that_was_not_recorded_here_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """The live session: its rate, its recording, and the learner beside it."""
 
+import contextlib
 import time
 
 import numpy as np
@@ -184,6 +185,26 @@ def test_wrong_configurations_are_refused_before_anything_starts(config, tmp_pat
 def test_a_simulator_without_a_rate_is_refused(config):
     with pytest.raises(UserError, match="does not report its control rate"):
         session.intervene(config(hz="null"), [], print, learn=False)
+
+
+def test_the_environment_is_opened_when_the_learner_has_let_go_of_it(config, monkeypatch):
+    found, opened = iter([[], [(0, None)]]), []
+
+    class Learner:
+        def poll(self):
+            assert not opened
+            return None
+
+    def open_robot(*_):
+        opened.append(next(found, "after the first weights"))
+        raise UserError("no robot")
+
+    monkeypatch.setattr(session, "_learner", lambda *_: contextlib.nullcontext(Learner()))
+    monkeypatch.setattr(session, "published", lambda _: next(found))
+    monkeypatch.setattr(session, "open_run_sim", open_robot)
+    with pytest.raises(UserError, match="no robot"):
+        session.intervene(config(), [], print)
+    assert opened == ["after the first weights"]
 
 
 @pytest.mark.slow
