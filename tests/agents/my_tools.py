@@ -2,6 +2,7 @@
 
 import asyncio
 import datetime
+import sys
 
 import numpy as np
 from PIL import Image
@@ -38,9 +39,14 @@ def give(kind: str):
     circle = {}
     circle["circle"] = circle
     wave = np.zeros((2, 3, 3), np.uint8)
+    if kind == "exit":
+        sys.exit(2)
     return {
         "date": {"day": datetime.date(2026, 1, 2)},
-        "numbers": np.array([1, 2]),
+        "numbers": (np.array([1, 2]), {"half": np.float32(0.5)}),
+        "table": np.eye(2),
+        "floats": Image.new("F", (3, 2)),
+        "album": [Image.new("RGB", (3, 2))] * 65,
         "pictures": [Image.new("RGB", (3, 2)), "a picture", {"n": 1}, wave],
         "generator": (n for n in range(3)),
         "keys": {(1, 2): 3},
@@ -48,6 +54,16 @@ def give(kind: str):
         "object": [object()],
         "long": "a" * 19_000 + "b" * 10_000 + "the end",
     }[kind]
+
+
+def say(text: str) -> str:
+    """
+    Say something.
+
+    Args:
+        text: what to say.
+    """
+    return text
 
 
 async def later(text: str) -> str:

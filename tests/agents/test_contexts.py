@@ -36,7 +36,7 @@ from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.vlm_policy import load_policy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 from mmrl.vlm.model.model_config import ModelConfig
-from tests.agents.call_templates import CHATS, tool
+from tests.agents.call_templates import CHATS, TEXTS, tool
 from tests.agents.conversations import one_row_a_turn
 from tests.agents.runs import TALK, run_config
 from tests.agents.test_tool_runs import episodes_of, hermes, make_config, model_with, scripted
@@ -286,14 +286,19 @@ def test_what_the_template_would_not_change_extends_the_row(policy):
     assert rows[1][1] == []
 
 
-@pytest.mark.parametrize("name", ["qwen3_8", "glm4moe", "lfm2_2_5_v2", "llama3_1", "gptoss", "gemma4", "gemma4_v5"])
-def test_other_templates_render_calls_and_thoughts_again(name, tmp_path_factory):
+OTHERS = ("qwen3_8", "glm4moe", "lfm2_2_5_v2", "llama3_1", "gptoss", "gemma4", "gemma4_v5", "deepseek")
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_templates_render_calls_and_thoughts_again(name, tmp_path_factory, caplog):
     chat = CHATS[name]
     policy = load_policy(ModelConfig(path=str(model_with(tmp_path_factory.mktemp(name) / "model", chat))))
     facts = read_template(policy.turns, [ADD])
     config = ConversationConfig(tools=True, history="template")
     writer = Writer(policy, config, "", [ADD], facts.format, template=facts)
-    call = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": {"a": 2, "b": 1}}}
+    arguments = {"a": 2, "b": 1}
+    written = json.dumps(arguments) if name in TEXTS else arguments
+    call = {"type": "function", "id": "call00000", "function": {"name": "add", "arguments": written}}
     first, second = {"role": "user", "content": "Task"}, {"role": "assistant", "content": "", "tool_calls": [call]}
     body = policy.turns.write_calls([call], [ADD])[1]
     stops = [place + len(stop) for stop in policy.turns.stops if (place := body.find(stop)) >= 0]
@@ -309,6 +314,7 @@ def test_other_templates_render_calls_and_thoughts_again(name, tmp_path_factory)
         [first, second, result], tools=[ADD], tokenize=False, add_generation_prompt=True
     )
     assert policy.processor.tokenizer.decode(read) == expected
+    assert "rejects a conversation" not in caplog.text
 
 
 def test_a_conversation_that_the_template_rejects_keeps_its_tokens(policy, caplog):

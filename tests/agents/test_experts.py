@@ -106,6 +106,30 @@ def test_the_expert_of_the_grid_solves_it_and_is_written_down(tmp_path):
     ]
 
 
+class Early:
+    """Reports in its first turn whether it succeeds, and ends in its second."""
+
+    def reset(self, task, seed):
+        self.reports, self.turns = task["success"], 0
+        return "go"
+
+    def step(self, action):
+        self.turns += 1
+        info = {"success": self.reports} if self.turns == 1 else {}
+        return "go", 1.0, self.turns == 2, info
+
+    def expert(self):
+        return Action("go")
+
+    def close(self):
+        pass
+
+
+@pytest.mark.parametrize("success", [True, False])
+def test_the_last_report_of_success_holds(success):
+    assert run_expert(Early(), {"success": success}, 0).success is success
+
+
 def test_without_an_expert_there_are_no_demonstrations():
     env = GymEnvironment(Room(gymnasium.spaces.Text(3)))
     with pytest.raises(UserError, match="Room has no method expert_action that returns a member of its action space"):

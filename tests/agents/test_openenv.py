@@ -1,6 +1,7 @@
 """OpenEnv servers: actions by their schema, sessions that are full, lost or slow."""
 
 import base64
+import contextlib
 import importlib.util
 import io
 import socket
@@ -149,8 +150,9 @@ def test_images_and_texts_are_chosen_by_their_keys(server, closing):
     env.show_images = False
     assert env.reset({}, 7)["images"] == []
     server.shown = {"empty": None, "count": 3}
-    assert closing(OpenEnvEnvironment(server.url)).reset({}, 7)["text"] == "text: guess\ncount: 3"
-    assert closing(OpenEnvEnvironment(server.url, text_keys=["count"])).reset({}, 7)["text"] == "count: 3"
+    for keys, text in ((None, "text: guess\ncount: 3"), (["count"], "count: 3"), ([], "")):
+        with contextlib.closing(OpenEnvEnvironment(server.url, text_keys=keys)) as env:
+            assert env.reset({}, 7)["text"] == text
     with pytest.raises(MalformedError, match="the observation has no 'screen'; it has: text, empty, count"):
         closing(OpenEnvEnvironment(server.url, image_keys=["screen"])).reset({}, 7)
 

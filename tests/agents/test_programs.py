@@ -234,6 +234,14 @@ def test_requests_at_the_same_time_are_answered_one_after_another(closing):
     assert env.step(echo(seen))[1:3] == (1.0, True)
 
 
+def test_equal_requests_at_the_same_time_end_with_the_episode(endpoint):
+    waiting = [in_background(address(endpoint), {"messages": [user("Hi.")]}) for _ in range(3)]
+    exchanges = [endpoint.session.events.get() for _ in waiting]
+    endpoint.session.end()
+    assert all(exchange.answered.is_set() for exchange in exchanges)
+    assert [reply()[0] for reply in waiting] == [403] * 3
+
+
 def test_episodes_in_parallel_do_not_mix(tmp_path):
     config = EnvironmentConfig(f"{AGENTS}:repeating", {"turns": 3, "delay": 0.02}, workers=2)
     with EnvPool(config, tmp_path) as pool:

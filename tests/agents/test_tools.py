@@ -64,6 +64,10 @@ def test_functions_are_called_and_their_exceptions_are_text():
     assert env.step(Action("say", {"text": "It is 4."}))[1:3] == (0.0, True)
     with pytest.raises(UserError, match="undescribed cannot be described as a tool"):
         ToolEnvironment([f"{TOOLS}:undescribed"], OPTIONS["reward"])
+    with pytest.raises(UserError, match="add has the name of another tool, 'add'"):
+        ToolEnvironment([f"{TOOLS}:add"] * 2, OPTIONS["reward"])
+    with pytest.raises(UserError, match="say has the name of the action of a plain answer"):
+        ToolEnvironment([f"{TOOLS}:say"], OPTIONS["reward"])
     with pytest.raises(UserError, match="a text as its question; found prompt"):
         env.reset({"prompt": "x"}, 0)
 
@@ -73,7 +77,8 @@ def test_results_of_every_kind_are_shown_or_named():
     env.reset(TASK, 0)
     assert env.step(Action("later", {"text": "on"}))[0] == "later on"
     assert env.step(Action("give", {"kind": "date"}))[0] == '{"day": "2026-01-02"}'
-    assert env.step(Action("give", {"kind": "numbers"}))[0] == '"[1 2]"'
+    assert env.step(Action("give", {"kind": "numbers"}))[0] == '[[1, 2], {"half": 0.5}]'
+    assert env.step(Action("give", {"kind": "table"}))[0] == "[[1.0, 0.0], [0.0, 1.0]]"
     long = env.step(Action("give", {"kind": "long"}))[0]
     assert len(long) == 20_000
     assert "a ... (29007 characters) ... b" in long
@@ -83,6 +88,9 @@ def test_results_of_every_kind_are_shown_or_named():
         ("object", "TypeError", "the tool returned a object"),
         ("keys", "TypeError", "keys must be str"),
         ("circle", "ValueError", "Circular reference"),
+        ("exit", "SystemExit", "2"),
+        ("floats", "MalformedError", "mode F"),
+        ("album", "MalformedError", "65 images"),
     ):
         text, _, ended, info = env.step(Action("give", {"kind": kind}))
         assert (told in text, ended, info["tool_error"]) == (True, False, error)

@@ -188,3 +188,14 @@ def test_thoughts_of_earlier_answers_leave_the_history(thinker):
     assert tokenizer.decode(spoken) == f"tap <|im_start|>here{eos}"
     with torch.no_grad():  # the images' features are those of the whole parts
         assert bool(torch.isfinite(thinker.encode_prefix([dropped]).last_state).all())
+
+
+def test_nothing_stays_of_an_answer_that_was_cut_in_its_thought(thinker):
+    tokenizer = thinker.processor.tokenizer
+    writer = Writer(thinker, ConversationConfig(system="", drop_thoughts=True), "Walk.")
+    conversation = writer.begin(AgentTask("one"), Observation("look"))
+    writer.answer(conversation, tokenizer.encode("left?", add_special_tokens=False))
+    writer.follow(conversation, Observation("again"))
+    text = tokenizer.decode(writer.cut(conversation).input_ids)
+    assert "left" not in text
+    assert f"assistant\n{tokenizer.eos_token}" in text

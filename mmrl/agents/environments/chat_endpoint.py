@@ -168,14 +168,15 @@ class Session:
         self.events: queue.SimpleQueue[Any] = queue.SimpleQueue()
         """Requests, and what else its owner adds."""
         self._lock = threading.Lock()
-        self._sent: dict[bytes, Exchange] = {}
+        # a program may send the same request several times at once, for several answers
+        self._sent: list[tuple[bytes, Exchange]] = []
         self._over = False
 
     def ask(self, body: bytes, retried: bool) -> Exchange:
         """Add a request, or find it if a client sends it again because it lost the connection."""
         with self._lock:
-            if retried and body in self._sent:
-                return self._sent[body]
+            if retried and (known := [exchange for sent, exchange in self._sent if sent == body]):
+                return known[-1]
             try:
                 exchange = Exchange(read_request(json.loads(body)))
             except RequestError:
@@ -183,7 +184,7 @@ class Session:
             # also JSON that nests too deep, a number with too many digits, and a value of another type than the API's
             except (ValueError, RecursionError, TypeError) as error:
                 raise RequestError(f"the request is not JSON of the API: {error}") from None
-            self._sent[body] = exchange
+            self._sent.append((body, exchange))
             self.events.put(exchange)
             if self._over:
                 exchange.answer(None)
@@ -193,7 +194,7 @@ class Session:
         """Refuse everything that has no reply yet."""
         with self._lock:
             self._over = True
-            for exchange in self._sent.values():
+            for _, exchange in self._sent:
                 if not exchange.answered.is_set():
                     exchange.answer(None)
 

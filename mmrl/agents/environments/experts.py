@@ -146,6 +146,7 @@ def run_expert(
     complete = info.get("task", task)
     turns: list[ExpertTurn] = []
     total = 0.0
+    success: bool | None = None
     # an expert that runs in circles must not hang the recording
     for _ in range(MOST_TURNS):
         move = env.expert()
@@ -153,10 +154,12 @@ def run_expert(
         outcome = as_outcome(env.step(action))
         turns.append(ExpertTurn(observation, action, outcome.info))
         observation, total = outcome.observation, total + outcome.reward
+        # an environment may report success in some turns only
+        success = outcome.info.get("success", success)
         if outcome.terminated or outcome.truncated:
             # environments without the entry count any reward as success
-            success = bool(outcome.info.get("success", total > 0))
-            return ExpertEpisode(complete, seed, tuple(turns), observation, total, success)
+            succeeded = total > 0 if success is None else bool(success)
+            return ExpertEpisode(complete, seed, tuple(turns), observation, total, succeeded)
     raise ExpertFailedError(
         f"the expert of {type(env).__name__} did not finish the episode of {dict(task)} within {MOST_TURNS} turns"
     )

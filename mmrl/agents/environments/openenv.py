@@ -242,7 +242,8 @@ class OpenEnvEnvironment:
         if missing:
             raise MalformedError(f"the observation has no {missing[0]!r}; it has: {', '.join(entries) or 'nothing'}")
         keys = [key for key in entries if key not in (*OWN_ENTRIES, *self._image_keys)]
-        texts = {key: entries[key] for key in self._text_keys or keys if entries[key] not in (None, "", [], {})}
+        wanted = keys if self._text_keys is None else self._text_keys
+        texts = {key: entries[key] for key in wanted if entries[key] not in (None, "", [], {})}
         images = [_image(entries[key]) for key in self._image_keys if entries[key] is not None and self.show_images]
         if len(texts) == 1 and isinstance(alone := next(iter(texts.values())), str):
             return {"text": shortened(alone, MAX_TEXT_CHARS), "images": images}

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mmrl.agents.environments.action_formats import SAY
-from mmrl.agents.environments.environment import ACTION_ERROR, TOOL_ERROR, Action
+from mmrl.agents.environments.environment import ACTION_ERROR, TOOL_ERROR, Action, as_observation
 from mmrl.errors import UserError
 from mmrl.rewards.reward_loading import load_function
 
@@ -44,8 +44,9 @@ class ToolEnvironment:
         """JSON schemas, as chat templates take them."""
         for spec in functions:
             function = load_function(spec, what="functions")
-            if function.__name__ in (SAY, *self._functions):
-                raise UserError(f"functions: two tools are named {function.__name__!r}")
+            if (name := function.__name__) in (SAY, *self._functions):
+                other = "the action of a plain answer" if name == SAY else "another tool"
+                raise UserError(f"functions: {spec} has the name of {other}, {name!r}; rename it")
             try:
                 self.tools.append(get_json_schema(function))
             except Exception as error:  # transformers has an exception for each part that is missing
@@ -83,27 +84,35 @@ class ToolEnvironment:
             parts = [found] if not isinstance(found, (list, tuple)) or not any(map(_is_image, found)) else found
             images = [part for part in parts if _is_image(part)]
             texts = [_written(part) for part in parts if not _is_image(part)]
-        except Exception as error:
+            if not self.show_images:
+                texts, images = [*texts, *["[an image, which cannot be shown]"] * len(images)], []
+            text = shortened("\n".join(texts))
+            seen = {"text": text, "images": images} if images else text
+            # an image that cannot be shown is an error of the tool
+            as_observation(seen)
+        # a command-line program exits if its arguments are wrong
+        except (Exception, SystemExit) as error:
             return tool_error(type(error).__name__, f"{type(error).__name__}: {error}")
-        if not self.show_images:
-            texts, images = [*texts, *["[an image, which cannot be shown]"] * len(images)], []
-        text = shortened("\n".join(texts))
-        return {"text": text, "images": images} if images else text, 0.0, False, {}
+        return seen, 0.0, False, {}
 
     def close(self) -> None:
         """Do nothing: there is nothing to free."""
 
 
 def _is_image(value: Any) -> bool:
-    return hasattr(value, "convert") or (type(value).__name__ == "ndarray" and value.ndim > 1)
+    # any other array is a table of numbers
+    is_array = type(value).__name__ == "ndarray"
+    return hasattr(value, "convert") or (is_array and value.ndim > 1 and value.dtype == "uint8")
 
 
 def _written(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_as_text)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=_as_plain)
 
 
-def _as_text(value: Any) -> str:
-    """The text of a date, a set or a NumPy number; refuses what Python shows by its address, such as a generator."""
+def _as_plain(value: Any) -> Any:
+    """Numbers of an array, or the text of a date or a set; refuses what Python shows by its address."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
     if " at 0x" in (text := str(value)):
         raise TypeError(f"the tool returned a {type(value).__name__}, which is no text, JSON or image")
     return text

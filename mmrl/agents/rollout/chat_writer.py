@@ -32,7 +32,7 @@ from mmrl.errors import UserError
 from mmrl.rewards.answers import final_part, with_think_tags
 from mmrl.vlm.data.prompt import Prompt, join_prompts
 from mmrl.vlm.data.task import TaskError, VlmTask
-from mmrl.vlm.data.turn_template import call_id, with_json_arguments
+from mmrl.vlm.data.turn_template import call_id, with_json_calls
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig
 
@@ -201,7 +201,7 @@ class ChatWriter(Writer):
     def _whole(self, task: AgentTask, request: _Request, observation: Observation) -> Prompt:
         """All messages as a prompt."""
         # some templates take the arguments of calls as a mapping, others as JSON text
-        forms: list[Callable[[Message], Message]] = [lambda message: message, _with_json_arguments]
+        forms: list[Callable[[Message], Message]] = [lambda message: message, with_json_calls]
         problem: TaskError | None = None
         for form in forms if any("tool_calls" in message for message in request.messages) else forms[:1]:
             messages = [form(_plain(turn) if turn["role"] == "system" else turn) for turn in request.messages]
@@ -320,8 +320,3 @@ def _plain(message: Message) -> Message:
     if any(part["type"] == "image" for part in message["content"]):
         return message
     return message | {"content": "".join(part["text"] for part in message["content"])}
-
-
-def _with_json_arguments(message: Message) -> Message:
-    calls = [with_json_arguments(call) for call in message.get("tool_calls", ())]
-    return message | ({"tool_calls": calls} if calls else {})

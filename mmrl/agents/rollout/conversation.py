@@ -36,7 +36,7 @@ from mmrl.fields import bounded, choice
 from mmrl.rewards.answers import final_part, with_think_tags
 from mmrl.vlm.data.prompt import Prompt, join_prompts, leaves
 from mmrl.vlm.data.task import ImageSource, VlmTask
-from mmrl.vlm.data.turn_template import Message, TemplateError, call_id
+from mmrl.vlm.data.turn_template import Message, TemplateError, call_id, with_json_calls
 from mmrl.vlm.engine.rows import text_prompt
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 
@@ -346,9 +346,19 @@ class Writer:
             else:
                 messages.append(_user_turn(part.observation, len(kept), part.note))
         task = VlmTask(conversation.task.id, messages, self._sources(tuple(images)), tools=self.tools)
-        whole = self._policy.encode_history(task, self._pieces, keys)
+        whole = self._encode_history(task, keys)
         own = torch.cat([piece.input_ids for piece in (*conversation.read, conversation.parts[-1].prompt)])
         return None if torch.equal(whole.input_ids, own) else whole
+
+    def _encode_history(self, task: VlmTask, keys: Sequence[Any]) -> Prompt:
+        try:
+            return self._policy.encode_history(task, self._pieces, keys)
+        except TemplateError:
+            # some templates take the arguments of calls only as JSON text
+            written = [with_json_calls(turn) for turn in task.messages]
+            if written == task.messages:
+                raise
+            return self._policy.encode_history(dataclasses.replace(task, messages=written), self._pieces, keys)
 
     def _said(self, conversation: Conversation, number: int) -> Message:
         """An earlier answer as a turn of the assistant."""

@@ -182,7 +182,8 @@ class _Writer:
     def name_of(self, image: Any) -> str:
         """Path of an image relative to the output; a stored one is written, equal ones once."""
         if isinstance(image, Path):
-            return os.path.relpath(image, self.target.parent)
+            # from the real folder, where ".." leads if the output's is a link
+            return os.path.relpath(image.parent.resolve() / image.name, self.target.parent.resolve())
         content = image.read() if hasattr(image, "read") else image
         content = content["bytes"] if isinstance(content, Mapping) else content
         kind = str(open_image_file(io.BytesIO(content)).format).lower()

@@ -153,6 +153,8 @@ class VlmPayload(Payload):
 
 def join_prompts(parts: Sequence[Prompt]) -> Prompt:
     """Concatenate prompts; each keeps its own pixels and features."""
+    # nothing is left of an answer that ended inside its thought, once thoughts are dropped
+    parts = [part for part in parts if len(part)]
     if len(parts) == 1:
         return parts[0]
     positions, start = [], 0

@@ -529,7 +529,14 @@ def call_forms(calls: Sequence[Message]) -> Iterator[list[Message]]:
 
 def with_json_arguments(call: Message) -> Message:
     """A call whose arguments are JSON text."""
-    return call | {"function": call["function"] | {"arguments": json.dumps(call["function"]["arguments"])}}
+    written = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+    return call | {"function": call["function"] | {"arguments": written}}
+
+
+def with_json_calls(turn: Message) -> Message:
+    """A turn whose calls, if it has any, have their arguments as JSON text."""
+    calls = [with_json_arguments(call) for call in turn.get("tool_calls", ())]
+    return turn | ({"tool_calls": calls} if calls else {})
 
 
 def behind_open_thought(prompt_text: str, text: str) -> str:

@@ -59,6 +59,13 @@ def test_boxes_of_every_convention_are_the_same_pixels(folder, source):
     assert (result.rows, result.without_target) == (1, 0)
 
 
+def test_images_are_found_from_a_folder_that_is_a_link(folder):
+    (folder / "disk" / "deep").mkdir(parents=True)
+    (folder / "rows").symlink_to(folder / "disk" / "deep")
+    ((row,), _) = written(folder, "xywh", [click(**PLAIN["xywh"])])
+    assert (folder / "rows" / row["image"]).is_file()
+
+
 @pytest.mark.parametrize(("source", "point"), [("rel1", [0.25, 0.5]), ("rel1000", [250, 500]), ("xywh", [400, 400])])
 def test_points_and_their_radius(folder, source, point):
     (row,), _ = written(folder, source, [click(point=point)], radius=0.1)
