@@ -60,10 +60,10 @@ class PairFilterConfig:
     normalise: str = rare(choice("zscore", ("zscore", "none")))
     """zscore: subtract the mean of each term and divide by its standard deviation; none: unchanged."""
     reward: str | None = rare(None)
-    """Image reward that scores both images, see `mmrl list rewards`. Empty string: use the columns score_chosen and
+    """Image reward that scores both images, see `mmrl list rewards`. Default: the columns score_chosen and
     score_rejected."""
     quality: str | None = rare(None)
-    """`module:function` that scores captions, f(list of texts) -> list of numbers. Empty string: use the column
+    """`module:function` that scores captions, f(list of texts) -> list of numbers. Default: the column
     text_quality."""
     seed: int = 0
     """Seed of the random selection."""
@@ -254,7 +254,7 @@ def _encoders(path: str, gamma: float) -> Callable[[Sequence[str]], Tensor]:
         raise UserError("--gamma weights caption diversity, which requires --pipeline; pass --pipeline or --gamma 0")
     from diffusion.models.diffusion_policy import PipelineConfig, load_policy
 
-    return embed_captions(load_policy(PipelineConfig(path=path, max_sequence_length=1)))
+    return embed_captions(load_policy(PipelineConfig(path=path)))
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from mmrl.errors import UserError
 PIXEL_LEVELS = 255.0
 
 
-def over_frames(function: Callable[..., list[float]]) -> Callable[..., list[float]]:
+def over_frames(function: Callable[..., list[float | None]]) -> Callable[..., list[float | None]]:
     """Extend an image reward to videos (K, h, w, 3) by averaging over their frames."""
 
     @functools.wraps(function)
-    def scored(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **columns: Any) -> list[float]:
+    def scored(prompts: Sequence[str], completions: Sequence[NDArray[np.uint8]], **columns: Any) -> list[float | None]:
         if not len(completions) or completions[0].ndim == 3:
             return function(prompts=prompts, completions=completions, **columns)
         frames = [frame for video in completions for frame in video]
@@ -30,8 +30,9 @@ def over_frames(function: Callable[..., list[float]]) -> Callable[..., list[floa
 
         repeated = {name: each(values) for name, values in columns.items()}
         values = function(prompts=each(list(prompts)), completions=frames, **repeated)
-        means: list[float] = np.asarray(values, dtype=np.float64).reshape(-1, count).mean(1).tolist()
-        return means
+        # without None, which a prompt has that the reward does not apply to
+        given = [[value for value in values[n : n + count] if value is not None] for n in range(0, len(values), count)]
+        return [float(np.mean(own)) if own else None for own in given]
 
     return scored
 

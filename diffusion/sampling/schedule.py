@@ -33,7 +33,7 @@ def shift_sigmas(sigmas: Tensor, shift: float) -> Tensor:
 
 
 def sa_solver_grid(sigmas: Tensor) -> Tensor:
-    """Adapt a grid (S + 1,), S at least 2, to SA-Solver: start at 0.999, and end with half of the time before the last.
+    """Adapt a grid (S + 1,), S >= 2, to SA-Solver: start at 0.999 at most, end with half of the time before the last.
 
     The solver's log-SNR is infinite at pure noise, and a tiny last step is unstable.
 
@@ -42,7 +42,8 @@ def sa_solver_grid(sigmas: Tensor) -> Tensor:
     if len(sigmas) < 3:
         raise UserError(f"the grid has {len(sigmas) - 1} steps; SA-Solver needs at least 2")
     adapted = sigmas.clone()
-    adapted[0] = SA_FIRST_SIGMA
+    # Stable Diffusion's grids begin below it, at a step of training that its UNet knows
+    adapted[0] = adapted[0].clamp(max=SA_FIRST_SIGMA)
     return _halved_end(adapted)
 
 

@@ -107,12 +107,10 @@ class MaskedPolicy(VlmPolicy):
         barred = torch.cat([self.banned_ids, torch.tensor([self.mask_id])]).unique()
         self.register_buffer("banned_ids", barred, persistent=False)
 
-    def encode_padded(self, prompt: Prompt, text: str, length: int) -> list[int]:
-        """Tokens of a given answer, padded with end tokens to a length; longer answers are truncated."""
-        # end tokens are part of what the model fills in
-        ids = self.encode_answer(prompt, text)[:length]
+    def padded(self, ids: list[int], length: int) -> list[int]:
+        """The first tokens of a given answer, padded to a length with end tokens, which the model fills in as well."""
         end = self.processor.tokenizer.eos_token_id
-        return ids + [self.eos_ids[0] if end is None else int(end)] * (length - len(ids))
+        return ids[:length] + [self.eos_ids[0] if end is None else int(end)] * (length - len(ids))
 
     def lengths(self, tokens: Tensor) -> Tensor:
         """(B,) int64, length of responses (B, L) up to and including the first end token; L without one."""

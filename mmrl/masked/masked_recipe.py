@@ -45,7 +45,7 @@ from mmrl.masked.masked_policy import MaskedPayload, MaskedPolicy, with_masks
 from mmrl.masked.masked_sampler import MaskedSampler, sample
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import RolloutStage, Step
-from mmrl.vlm.data.prompt import VlmPayload
+from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.data.task import VlmTask
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.methods.sft import SftRecipe
@@ -127,14 +127,17 @@ class MaskedSftRecipe(SftRecipe):
     draw_answers = staticmethod(sample)
     own_loss = "masked_sft"
 
+    def misfit(self, policy: VlmPolicy, prompt: Prompt, text: str, ids: Sequence[int]) -> str:
+        """As if sampled, an answer that fills the whole response has no end token."""
+        size, width = len(policy.encode_answer(prompt, text, ends=False)), self.config.scoring.sampler.max_new_tokens
+        return "" if size <= width else f"{size} tokens, more than evaluation.sampler.max_new_tokens={width}"
+
     def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
         """Tokenise the given completions and draw their masks."""
         assert isinstance(policy, MaskedPolicy)
-        usable, prompts = self.encode(policy, tasks)
-        texts = [str(task.columns[self.config.target_key]) for task in usable]
+        usable, prompts, texts, rows = self.fitting(policy, tasks)
         width = self.config.scoring.sampler.max_new_tokens
-        pairs = zip(prompts, texts, strict=True)
-        tokens = torch.tensor([policy.encode_padded(prompt, text, width) for prompt, text in pairs])
+        tokens = torch.tensor([policy.padded(row, width) for row in rows])
         streams = streams.among(tasks, usable)
         uniform = streams.uniform(len(usable), 1, width + 1)
         time = SHORTEST_TIME + (1.0 - SHORTEST_TIME) * uniform[:, 0]

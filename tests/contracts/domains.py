@@ -194,7 +194,9 @@ def _masked(name: str, folder: Path) -> Any:
     if find_recipe(name).supervised:
         parts = {
             "trainer": BaseTrainerConfig(steps=2, tasks_per_step=2, learning_rate=1e-3),
-            "evaluation": MaskedScoring(sampler=sampling, rewards=[*rewards, RewardConfig(name="exact")]),
+            "evaluation": MaskedScoring(
+                sampler=MaskedSampling(24, 24, 2), rewards=[*rewards, RewardConfig(name="exact")]
+            ),
         }
     return find_recipe(name).load_config_class()(
         recipe=name,

@@ -92,9 +92,27 @@ def test_the_supervised_loss_weighs_masked_tokens_by_the_inverse_time(tmp_path, 
             answer = tokens.masked_fill(hidden, recipe.policy.mask_id)
             logp = recipe.policy.logits([payload.prompts[row]], answer[None])[0].log_softmax(-1)
             own = logp.gather(1, tokens[:, None])[:, 0]
-            expected -= float((own * hidden).sum() / time[row]) / 8 / 3
+            expected -= float((own * hidden).sum() / time[row]) / 24 / 3
     assert loss == pytest.approx(expected, rel=1e-4)
     assert 0 < payload.hidden.float().mean() < 1
+
+
+def test_an_answer_longer_than_a_response_is_skipped_and_counted(tmp_path, closing):
+    """It would be learned without its result; one that only lacks its end token is whole."""
+    config = config_of("masked_sft", tmp_path)
+    recipe = closing(MaskedSftRecipe(config))
+    sizes = {
+        task.id: len(recipe.policy.encode_answer(recipe.policy.encode(task), task.columns["completion"], ends=False))
+        for task in recipe.train_tasks
+    }
+    assert len(set(sizes.values())) > 1
+    config.evaluation.sampler = MaskedSampling(min(sizes.values()), min(sizes.values()), 1)
+    payload = MaskedPayload.of(recipe.batch(recipe.policy, recipe.train_tasks, STREAMS, Step()))
+    whole = [name for name, size in sizes.items() if size == min(sizes.values())]
+    assert [task.id for task in payload.tasks] == whole
+    assert recipe.skipped == {"long_answer": len(sizes) - len(whole)}
+    decode = recipe.policy.turns.decode
+    assert decode(payload.response_ids.tolist()) == [task.columns["completion"] for task in payload.tasks]
 
 
 def test_chunks_cut_draws_of_an_update_and_leave_its_denominators(tmp_path, closing):

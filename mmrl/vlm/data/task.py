@@ -497,7 +497,7 @@ TASK_ERRORS: dict[str, str] = {
     "empty_image": "An image has zero bytes or zero pixels.",
     "unreadable_image": "An image cannot be decoded or has more than data.max_image_pixels.",
     "empty_answer": "A given answer has no text.",
-    "long_answer": "A given answer does not fit in the model's positions after its prompt.",
+    "long_answer": "A given answer is too long for the model's positions or for masked-diffusion responses.",
     "media_in_answer": "A given answer contains a placeholder token for images or videos.",
     "long_prompt": "The question has more than data.max_prompt_chars characters.",
     "missing_video": "A video file does not exist.",

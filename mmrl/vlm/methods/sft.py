@@ -121,20 +121,33 @@ class SftRecipe(VlmDomain, SupervisedRecipe[VlmPolicy, VlmTask]):
         check_no_media(task, key, text, "media_in_answer")
         return replace(task, columns={**task.columns, key: text})
 
-    def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
-        """Tokenise the given completions; those that do not fit in the model's positions are skipped and counted."""
+    def misfit(self, policy: VlmPolicy, prompt: Prompt, text: str, ids: Sequence[int]) -> str:
+        """Why an answer, given as text and as tokens, cannot be learned whole; empty if it can."""
+        room = policy.positions - len(prompt)
+        return "" if len(ids) <= room else f"{len(ids)} tokens, but after its prompt there is only room for {room}"
+
+    def fitting(
+        self, policy: VlmPolicy, tasks: Sequence[VlmTask]
+    ) -> tuple[list[VlmTask], list[Prompt], list[str], list[list[int]]]:
+        """Questions, prompts, completions and their tokens; completions that are too long are skipped and counted."""
         found: list[tuple[VlmTask, Prompt, str, list[int]]] = []
+        last: TaskError | None = None
         for task, prompt in zip(*self.encode(policy, tasks), strict=True):
             text = str(task.columns[self.config.target_key])
-            ids, room = policy.encode_answer(prompt, text), policy.positions - len(prompt)
-            if len(ids) > room:
-                message = f"the answer has {len(ids)} tokens, but after its prompt there is only room for {room}"
-                self.skipped.note(TaskError("long_answer", task.id, f"{message}; shorten it, or remove such rows"))
+            ids = policy.encode_answer(prompt, text)
+            if problem := self.misfit(policy, prompt, text, ids):
+                last = TaskError("long_answer", task.id, f"the answer has {problem}; shorten it, or remove such rows")
+                self.skipped.note(last)
                 continue
             found.append((task, prompt, text, ids))
         if not found:
-            raise NoUsableTasksError(f"none of {len(tasks)} answers fits in the model's {policy.positions} positions")
+            raise NoUsableTasksError(f"none of {len(tasks)} answers could be used; the last one: {last}")
         usable, prompts, texts, rows = (list(part) for part in zip(*found, strict=True))
+        return usable, prompts, texts, rows
+
+    def batch(self, policy: VlmPolicy, tasks: Sequence[VlmTask], streams: Streams, step: Step) -> Rollouts:
+        """Tokenise the given completions."""
+        usable, prompts, texts, rows = self.fitting(policy, tasks)
         return streams.among(tasks, usable).noted(given_answers(policy, usable, prompts, texts, rows))
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:

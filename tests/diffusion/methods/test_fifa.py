@@ -10,6 +10,7 @@ from diffusion.methods.fifa import PairFilterConfig, main, neighbour_distances, 
 from diffusion.toy.shapes.building import caption_quality
 from mmrl.errors import UserError
 from mmrl.fields import check_config
+from tests.diffusion.families.cases import CASES
 from tests.diffusion.pairs import write_scenes
 from tests.diffusion.runs import tiny_model
 
@@ -150,6 +151,11 @@ def test_an_image_reward_can_score_the_pairs(tmp_path):
 
 def test_garbled_captions_have_no_quality():
     assert caption_quality(["a red circle", "circle red a", "two blue squares"]) == [10.0, 0.0, 10.0]
+
+
+def test_the_command_embeds_captions_with_a_pipeline_without_clip(tmp_path):
+    source, pipeline = write_scenes(tmp_path / "pairs.npz", text_quality=[10] * 6), CASES["ltx"].build(tmp_path / "ltx")
+    assert main([str(source), str(tmp_path / "kept.npz"), "--keep", "3", "--pipeline", str(pipeline)]) == 0
 
 
 def test_the_command_writes_the_pairs_that_stay(tmp_path, capsys):

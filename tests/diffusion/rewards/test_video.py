@@ -10,7 +10,7 @@ import torch
 from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
 from diffusion.models.pipelines import decode_latents
 from diffusion.rewards import load_image_rewards
-from diffusion.rewards.video_rewards import flicker
+from diffusion.rewards.video_rewards import flicker, over_frames
 from mmrl.errors import UserError
 from mmrl.recipes import RECIPES
 from mmrl.runs.records import film_frames
@@ -45,6 +45,13 @@ def test_smoothness_is_one_without_change():
     assert reward(prompts=["", ""], completions=[moving(0), moving(2)]) == pytest.approx([1.0, 1 - 8 / 64])
     assert flicker(moving(2)) == pytest.approx(8 / 64)
     assert flicker(moving(1)[:1]) == 0.0
+
+
+def test_a_reward_that_does_not_apply_to_a_prompt_does_not_apply_to_its_video():
+    def of_quotes(prompts, completions):
+        return [1.0 if '"' in prompt else None for prompt in prompts]
+
+    assert over_frames(of_quotes)(prompts=['"OPEN"', "a square"], completions=[moving(1)] * 2) == [1.0, None]
 
 
 def test_a_reward_of_images_is_the_mean_over_the_frames_of_a_video():

@@ -78,6 +78,8 @@ def test_grid_of_sa_solver_by_hand():
     grid = torch.tensor([1.0, 0.8, 0.4, 0.01, 0.0])
     assert sa_solver_grid(grid).tolist() == pytest.approx([0.999, 0.8, 0.4, 0.2, 0.0])
     assert grid[0] == 1
+    # the first time of a grid that begins below it is one of the model's, such as Stable Diffusion's
+    assert sa_solver_grid(torch.tensor([0.9, 0.8, 0.3, 0.01])).tolist() == pytest.approx([0.9, 0.8, 0.4, 0.01])
     with pytest.raises(UserError, match="has 1 steps"):
         sa_solver_grid(torch.tensor([1.0, 0.0]))
 
