@@ -334,11 +334,6 @@ def _findings(name: str) -> Iterator[tuple[FindingConfig, str]]:
     return findings_about(name, CONFIGS / "experiments")
 
 
-def domains_of(row: Row) -> str:
-    """Write the domains that an objective can be used in."""
-    return ", ".join(place.domain for place in places(row) if place.recipe)
-
-
 def _source(block: Block) -> str:
     """Source in a block's docstring, or in that of the function it refers to; without one, its first sentence."""
     first, sources = _documented(inspect.getdoc(block) or "")

@@ -247,11 +247,6 @@ class Objective:
         return divergence or "logp_ref" in self.clip.needs
 
     @property
-    def needs_entropy(self) -> bool:
-        """Whether the policy must return the entropy of the whole distribution."""
-        return "entropy" in self.needs
-
-    @property
     def kl_in_reward(self) -> bool:
         """Whether the divergence is subtracted from the reward."""
         return self.kl is not None and self.kl.in_reward

@@ -68,7 +68,6 @@ class PreferenceObjective:
     filter: ClassVar[GroupFilter] = KeepAll()
     order: ClassVar[TaskOrder] = Epochs()
     needs_values: ClassVar[bool] = False
-    needs_entropy: ClassVar[bool] = False
     kl_in_reward: ClassVar[bool] = False
     kl_coef: ClassVar[float] = 0.0
     regularised: ClassVar[bool] = True

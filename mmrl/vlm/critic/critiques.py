@@ -422,9 +422,3 @@ def _marks(tasks: Sequence[VlmTask], written: Sequence[Sequence[str]], judge: st
         )
     left = iter(marks)
     return [[next(left) for _ in texts] for texts in written]
-
-
-CRITIQUE_ERRORS: dict[str, str] = {
-    "no_details": "An answer has no detail that could be made false, or the user's function changed nothing.",
-}
-"""Additional kinds of `TaskError` for errors in answers."""

@@ -413,9 +413,3 @@ def _check_sizes(task: VlmTask, grids: Tensor | None, patch_size: int) -> None:
             f"{task.id}: image and model size differ ({sizes} pixels), so the processor resizes again; give the model "
             "the pixel budget of the data (model.min_pixels, model.max_pixels) and the factor of its family"
         )
-
-
-PROMPT_ERRORS: dict[str, str] = {
-    "prompt_too_long": "The prompt has more tokens than model.max_prompt_tokens or the model's positions.",
-    "unusable_image": "An image has a shape that the image processor rejects.",
-}
