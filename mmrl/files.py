@@ -218,14 +218,14 @@ def read_json_object(path: Path, **options: Any) -> dict[str, Any]:
     return content
 
 
-def read_yaml_text(path: Path | str, errors: str = "strict") -> str:
+def read_yaml_text(path: Path | str) -> str:
     """Text of a YAML file that can be parsed within bounds.
 
     Raises:
         UserError: the file is no regular file, too large, not YAML, nested too deeply, or grows with its aliases.
         OSError: it is missing or cannot be read.
     """
-    text = read_text(path, LARGEST_YAML, errors)
+    text = read_text(path, LARGEST_YAML)
     check_yaml(text, path)
     return text
 

@@ -274,15 +274,15 @@ def headline_name(run: RunFolder) -> str:
     return names[0].partition("/")[0] if names else SHARES[0].partition("/")[0]
 
 
-def part_tables(runs: Sequence[RunFolder], metric: str = "") -> list[dict[str, Any]]:
-    """A metric (default: the first of the headline) over all tasks and by data column, followed by other scores.
+def part_tables(runs: Sequence[RunFolder]) -> list[dict[str, Any]]:
+    """The first metric of the headline over all tasks and by data column, followed by other scores.
 
     A split whose tasks neither differ in a column nor have other scores has no table: its headline says the same.
     """
-    return [table for table in _split_tables(runs, metric) if len(table["groups"]) > 1]
+    return [table for table in _split_tables(runs) if len(table["groups"]) > 1]
 
 
-def _split_tables(runs: Sequence[RunFolder], metric: str) -> list[dict[str, Any]]:
+def _split_tables(runs: Sequence[RunFolder], metric: str = "") -> list[dict[str, Any]]:
     """`part_tables` of every evaluated split."""
     tables = []
     for split in runs[-1].splits:
