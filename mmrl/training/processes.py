@@ -49,6 +49,7 @@ PROBE = "import torch; x = torch.ones(64, 64, dtype=torch.bfloat16); torch.nn.fu
 GROWTH = 1.25
 SLACK = 64 << 20
 """In bytes. A process is trimmed if it exceeds GROWTH times its size after the last trim, plus SLACK."""
+CACHE_CAPACITY = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 PRIMITIVES = 256
 """Number of kernels that oneDNN caches: more than a step of a large model needs, and a quarter of its default."""
 BUCKET_ELEMENTS = 2**24
@@ -456,7 +457,7 @@ def limit_primitive_cache() -> None:
     Source: oneDNN developer guide, "Primitive Cache".
     """
     if "DNNL_PRIMITIVE_CACHE_CAPACITY" not in os.environ:  # its older name
-        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", str(PRIMITIVES))
+        os.environ.setdefault(CACHE_CAPACITY, str(PRIMITIVES))
 
 
 def _resident_bytes() -> int:

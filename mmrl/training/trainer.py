@@ -363,7 +363,7 @@ class Trainer:
                 self.log.warnings.forget_equal_groups()  # such as advantages of turns
             exact = "kl_ref" in self.recipe.loss_outputs  # the loss scores the reference, too
             with stopwatch("update"), self.accelerator.autocast(), self.reference.whole() if exact else nullcontext():
-                metrics |= self.updater.update(rollouts, step)
+                metrics |= self.updater.update(rollouts, step, teaches=teaches)
         if not teaches:
             # the log shows the rewards of the rows that the update did not use
             rollouts = rollouts.replace(reward=rewards)

@@ -216,8 +216,8 @@ class Updates(Protocol):
         """Whether any trained weight differs from the start of the run; all processes must call it."""
         ...
 
-    def update(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
-        """Take the optimiser steps of a rollout step; returns metrics."""
+    def update(self, rollouts: Rollouts, step: Step, *, teaches: bool = True) -> dict[str, float]:
+        """Take the optimiser steps of a rollout step, unless a filter left nothing here; returns metrics."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
@@ -268,15 +268,15 @@ class Updater:
         self.waited = 0
         self._moves = False
 
-    def update(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
-        """Take all optimiser steps of one rollout step."""
+    def update(self, rollouts: Rollouts, step: Step, *, teaches: bool = True) -> dict[str, float]:
+        """Take all optimiser steps of one rollout step; without `teaches`, a filter left nothing of these rows."""
         # dropout acts in the update alone
         self.policy.train()
         taken: list[dict[str, float]] = []
         # per rollout step: its old policy is the one that this update starts from
         self._moves = False
         for epoch in range(self.config.epochs):
-            minibatches = self._minibatches(rollouts, step, epoch)
+            minibatches = self._minibatches(rollouts, step, epoch, teaches=teaches)
             # a filter may leave fewer groups than minibatches
             self.waited += self.config.minibatches_per_step - len(minibatches)
             for minibatch in minibatches:
@@ -317,7 +317,7 @@ class Updater:
         self.waited = int(state.get("waited", 0))
         self.scale.load_state_dict(state.get("loss_scale", {}))
 
-    def _minibatches(self, rollouts: Rollouts, step: Step, epoch: int) -> list[Rollouts | None]:
+    def _minibatches(self, rollouts: Rollouts, step: Step, epoch: int, *, teaches: bool) -> list[Rollouts | None]:
         """Whole groups for each optimiser step, split as one process would; None if this process has none."""
         number = self.config.minibatches_per_step
         if number == 1:
@@ -325,7 +325,6 @@ class Updater:
             return [rollouts]
         # keyed by step and epoch, not by process: all processes cut the same shuffled order
         generator = make_generator(self.recipe.config.seed, "minibatch", step.number, epoch)
-        teaches = bool(rollouts.scored.any())  # what a filter left nothing of is only logged
         nowhere = all_ranks(not teaches, self.accelerator)
         # rows that are only logged take no place in a minibatch, unless that is all there is anywhere
         groups = rollouts.num_groups if teaches or nowhere else 0

@@ -192,7 +192,7 @@ class SacUpdater:
         """Whether any weight of the policy differs from the start of the run."""
         return weights_digest(self.recipe.policy.parameters()) != self._at_start
 
-    def update(self, rollouts: Rollouts, step: Step) -> dict[str, float]:
+    def update(self, rollouts: Rollouts, step: Step, *, teaches: bool = True) -> dict[str, float]:
         """Store the episodes, and make the updates that are due."""
         recipe, config = self.recipe, self.recipe.config
         self._due += config.utd * self._store(recipe.experiences(rollouts, step))

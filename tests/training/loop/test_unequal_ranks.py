@@ -28,3 +28,10 @@ def test_processes_with_unequal_work_make_the_steps_of_one(tmp_path, chooses, mi
         torch.testing.assert_close(two["weights"][name], value, rtol=1e-5, atol=1e-6)
     for name, value in one["metrics"].items():  # of the samples of all processes, not of the first one's
         assert two["metrics"][name] == pytest.approx(value, rel=1e-5)
+
+
+def test_a_process_whose_rewards_all_fail_has_its_groups_in_the_minibatches_of_one(tmp_path):
+    one, two = (run(tmp_path / f"{number}.pt", "none", 3, 0, number, "fails") for number in (1, 2))
+    assert one["steps"] == two["steps"]
+    for name, value in one["weights"].items():
+        torch.testing.assert_close(two["weights"][name], value, rtol=1e-5, atol=1e-6)

@@ -55,7 +55,10 @@ class FixedRecipe(ToyRecipe):
         rollouts = super().score(rollouts, step)
         tasks = torch.tensor(rollouts.payload.tasks)[rollouts.group]
         flat = (tasks == 1) | (tasks == 3)  # the second process keeps one group of three
-        return rollouts.replace(reward=torch.where(flat, torch.ones(()), rollouts.reward))
+        reward = torch.where(flat, torch.ones(()), rollouts.reward)
+        if "fails" in sys.argv:  # all rewards of the second process
+            reward = torch.where(tasks % 2 == 1, torch.nan, reward)
+        return rollouts.replace(reward=reward)
 
 
 def main(chooses: str, minibatches: int, micro_batch: int, output: Path, overflows: bool) -> None:
