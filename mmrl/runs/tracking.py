@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
 from datetime import timedelta
 from difflib import get_close_matches
@@ -224,23 +224,25 @@ class ServiceSink:
                 f"tracking.{package}={project}, but {package} is not installed ({error}): pip install {package}, "
                 f"or remove tracking.{package} from the configuration"
             ) from error
-        self._service = service
-        service.init(project=project, name=run_name, config=dict(config))
+        # a run of the user's program goes on: wandb would return it, and trackio, in the same context, would end it
+        beside = {"reinit": "create_new"} if package == "wandb" and service.run is not None else {}
+        begin = functools.partial(service.init, project=project, name=run_name, config=dict(config), **beside)
+        self._run = Context().run(begin)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step."""
-        self._service.log(dict(metrics), step=step)
+        self._run.log(dict(metrics), step=step)
 
     def evaluation(self, step: int, tag: str, split: str, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one evaluation below the split's name."""
-        self._service.log({f"{split}/{name}": value for name, value in metrics.items()}, step=step)
+        self._run.log({f"{split}/{name}": value for name, value in metrics.items()}, step=step)
 
     def truncate_after(self, step: int) -> None:
         """Do nothing: a resumed run is a new run of the service."""
 
     def close(self) -> None:
         """Finish the run of the service."""
-        self._service.finish()
+        self._run.finish()
 
 
 def tensorboard_installed() -> bool:

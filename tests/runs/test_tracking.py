@@ -4,6 +4,7 @@ import json
 import math
 import re
 import sys
+from contextvars import ContextVar
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -374,26 +375,51 @@ def test_tensorboard_requested_but_missing_says_what_to_install(tmp_path, monkey
     build_tracker(TrackingConfig(quiet=True), tmp_path, total_steps=3).log(1, STEP)
 
 
+class Service:
+    """wandb, whose `init` returns an open run unless told otherwise, or trackio, which ends one of the same context."""
+
+    def __init__(self):
+        self.calls = []
+        self.current = ContextVar("current", default=None)
+        self.run = None
+
+    def init(self, reinit=None, **options):
+        if self.run is not None and reinit != "create_new":
+            return self.run
+        if self.current.get() is not None:
+            self.current.get().finish()
+        self.calls.append(("init", options))
+        name = options["name"]
+        run = SimpleNamespace(
+            log=lambda values, step: self.calls.append((name, values, step)),
+            finish=lambda: self.calls.append((name, "finish")),
+        )
+        self.current.set(run)
+        return run
+
+
+@pytest.mark.parametrize("open_run", [False, True])
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
-def test_a_service_is_used_only_when_configured(tmp_path, monkeypatch, package):
-    calls = []
-    fake = SimpleNamespace(
-        init=lambda **options: calls.append(("init", options)),
-        log=lambda values, step: calls.append(("log", values, step)),
-        finish=lambda: calls.append(("finish",)),
-    )
-    monkeypatch.setitem(sys.modules, package, fake)
+def test_a_service_gets_a_run_of_its_own(tmp_path, monkeypatch, package, open_run):
+    service = Service()
+    monkeypatch.setitem(sys.modules, package, service)
+    if open_run:
+        own = service.init(name="own")
+        service.run = own if package == "wandb" else None
+        service.current.set(own if package == "trackio" else None)
+        service.calls.clear()
     config = TrackingConfig(quiet=True, tensorboard=False, **{package: "digits"})
     tracker = build_tracker(config, tmp_path / "papo", total_steps=2, run_config={"seed": 4})
     tracker.log(1, {"reward/mean": 0.5})
     tracker.evaluation(1, "during", "test", {"accuracy/greedy": 0.25})
     tracker.close()
-    assert calls == [
+    assert service.calls == [
         ("init", {"project": "digits", "name": "papo", "config": {"seed": 4}}),
-        ("log", {"reward/mean": 0.5}, 1),
-        ("log", {"test/accuracy/greedy": 0.25}, 1),
-        ("finish",),
+        ("papo", {"reward/mean": 0.5}, 1),
+        ("papo", {"test/accuracy/greedy": 0.25}, 1),
+        ("papo", "finish"),
     ]
+    assert service.current.get() is (own if open_run and package == "trackio" else None)
 
 
 @pytest.mark.parametrize("package", ["wandb", "trackio"])
