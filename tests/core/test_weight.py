@@ -151,7 +151,7 @@ def test_responses_of_high_entropy_are_left_out():
     assert values(EntropyFiltered()(rollouts), rollouts.mask) == [pytest.approx([0.45] * 3), [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("name", ["gepo", "gtpo", "segment_chain", "remax", "hbpo", "copo", "aspo_tir"])
+@pytest.mark.parametrize("name", ["gepo", "gtpo", "segment_chain", "remax", "hbpo", "copo", "aspo_tir", "ngrpo"])
 def test_blocks_that_know_the_total_reward_only_are_refused_where_each_reward_has_advantages(name):
     with pytest.raises(ValueError, match="uses the summed reward, but here each reward has its own advantages"):
         decoupled_advantages(get(name), random_rollouts(), {"accuracy": 1.0})

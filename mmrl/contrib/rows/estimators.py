@@ -110,6 +110,7 @@ class VirtualBest(GroupEstimator):
     """
 
     kind = "virtual_best"
+    reads_sum = True  # the virtual response has one best reward, not one for each term
     best: float = rare(1.0)
     """Reward of the virtual response that is added to the group."""
     eps: float = rare(bounded(1e-6, at_least=0))
