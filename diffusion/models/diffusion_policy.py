@@ -43,6 +43,7 @@ from mmrl.hub.compat import ensure_torchvision, quiet_transformers
 from mmrl.runs.checkpoint import check_model
 from mmrl.runs.export import model_folder
 from mmrl.training.processes import avoid_refused_instructions
+from mmrl.workers.given import frozen_weights
 
 LOGGER = logging.getLogger("mmrl")
 
@@ -452,9 +453,13 @@ def load_policy(config: PipelineConfig, seed: int = 0) -> DiffusionPolicy:
         avoid_refused_instructions()
     if config.build is not None:
         build_if_missing(config, "model")
-    start = _find_start(model_folder(config.path), config)
+    path = model_folder(config.path)
+    frozen = frozen_weights(path)  # asked before loading, which freezes all of a pipeline
+    start = _find_start(path, config)
     # adapters are created first and then overwritten by the saved ones
     policy = DiffusionPolicy(start.pipeline, config, seed)
+    for weight in frozen:
+        weight.requires_grad_(False)
     # an adapter refers to the weights it was trained on, full weights only to the pipeline for the remaining parts
     policy.base_path = start.base if config.lora.enabled else start.root
     if start.adapter is not None:

@@ -76,7 +76,9 @@ def load_pipeline(
             f"{where} has the scheduler {index['scheduler'][1]}; {kind.pipeline_class} needs "
             f"{' or '.join(kind.schedulers)}"
         )
-    pipeline = _from_pretrained(where, index, dtype, {**dict.fromkeys(absent), **kind.unused})
+    pipeline = _lent(where, dtype, kind.networks[0])
+    if pipeline is None:
+        pipeline = _from_pretrained(where, index, dtype, {**dict.fromkeys(absent), **kind.unused})
     upcast(pipeline.vae)
     # only after loading, since its default depends on the scheduler's class
     predicted = pipeline.scheduler.config.get("prediction_type", kind.predictions[0])
@@ -92,7 +94,6 @@ def load_pipeline(
             _check_complete(name, part, where)
             # dropout in a text encoder would make cached embeddings random
             part.requires_grad_(False).eval()
-    pipeline.set_progress_bar_config(disable=True)
     return pipeline.to(device)
 
 
@@ -315,17 +316,25 @@ def _absent_parts(index: dict[str, Any], family: type[Family], where: str, folde
     return absent
 
 
+def _lent(where: str, dtype: torch.dtype, network: str) -> Any:
+    """The pipeline of the user's program that was saved in a folder; None if there is none."""
+    own = take_model(where)
+    if own is None or getattr(own, network).dtype == dtype:
+        return own  # with all parts in their precision, such as a decoder in float32
+    return own.to(dtype)
+
+
 def _from_pretrained(where: str, index: dict[str, Any], dtype: torch.dtype, given: dict[str, Any]) -> Any:
     import diffusers
 
-    if (own := take_model(where)) is not None:
-        return own.to(dtype)
     try:
         for part in index.values():
             if isinstance(part, list) and str(part[0]).startswith(OWN_CLASSES):
                 importlib.import_module(part[0])  # diffusers only finds classes of other packages if already imported
         with quiet_transformers(), quiet_diffusers():
-            return getattr(diffusers, index["_class_name"]).from_pretrained(where, torch_dtype=dtype, **given)
+            pipeline = getattr(diffusers, index["_class_name"]).from_pretrained(where, torch_dtype=dtype, **given)
+            pipeline.set_progress_bar_config(disable=True)
+            return pipeline
     except Exception as error:  # damaged files, missing packages and memory each raise their own kinds
         raise UserError(f"the pipeline in {where} cannot be loaded: {first_line(error)}") from error
 

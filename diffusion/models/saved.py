@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,30 @@ def merged(network: Any) -> Any:
         merged = type(network).from_config(network.config)
     merged.load_state_dict(merged_weights(network, ADAPTER), assign=True)
     return merged
+
+
+def merged_pipeline(pipeline: Any, settings: Sequence[str]) -> Any:
+    """A pipeline with merged adapters, which can be used and saved; it shares all weights without an adapter.
+
+    Args:
+        pipeline: a pipeline, returned as it is if nothing in it has adapters.
+        settings: names of its arguments that are not parts, see `Family.settings`.
+    """
+    adapted = {name: part for name, part in pipeline.components.items() if getattr(part, "peft_config", None)}
+    if not adapted:
+        return pipeline
+    parts = {name: _without_adapters(part) for name, part in adapted.items()}
+    given = {name: pipeline.config[name] for name in settings if name in pipeline.config}
+    return type(pipeline)(**{**pipeline.components, **parts}, **given)
+
+
+def _without_adapters(network: Any) -> Any:
+    weights = (*network.named_parameters(), *network.named_buffers())
+    shared = {id(weight): weight for key, weight in weights if ".base_layer." not in key and ".lora_" not in key}
+    copied = copy.deepcopy(network, shared)
+    copied.unload_lora()
+    copied.load_state_dict(merged_weights(network, ADAPTER))
+    return copied
 
 
 def read_adapter(network: Any, folder: Path) -> dict[str, Tensor]:

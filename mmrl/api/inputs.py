@@ -55,8 +55,8 @@ class Inputs:
     """Loaded models by the folder of their weights."""
     owned: tuple[Any, Any] | None = None
     """The loaded model that is trained, and its processor."""
-    modes: list[tuple[Any, bool]] = field(default_factory=list)
-    """Loaded modules, and whether they were in training mode."""
+    lent: list[Any] = field(default_factory=list)
+    """Loaded modules, of a pipeline its parts."""
 
     def set(self, key: str, value: Any) -> None:
         """Set an option by its dotted name; a mapping sets each of its entries."""
@@ -141,7 +141,7 @@ def take_model(inputs: Inputs, model: Any) -> None:
         inputs.objects[name] = lambda: model
         inputs.owned = (model, None)
         inputs.set("model.kind", f"{GIVEN}:{name}")
-        inputs.modes.append((model, model.training))
+        inputs.lent.append(model)
         # a plain module chooses one action at a time and only samples, unless it says otherwise
         inputs.set("model.chunk", int(getattr(model, "chunk", 1)))
         act = getattr(getattr(model, "module", model), "act", None)  # of what a ModuleAdapter wraps
@@ -232,7 +232,7 @@ def _take_saved(
     # the other processes train the model that was passed, and read the folder only after all have joined
     inputs.models[str(folder)] = model
     inputs.set("model.path", str(folder))
-    inputs.modes += [(part, part.training) for part in parts if is_module(part)]
+    inputs.lent += parts
 
 
 def take_rows(inputs: Inputs, data: Any, eval_data: Any) -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from mmrl.api.methods import is_pipeline
 from mmrl.errors import UserError, require_packages
 from mmrl.workers import given
 
@@ -177,19 +178,30 @@ class Run:
             if entry.target.startswith("diffusion."):
                 from diffusion import load_policy as load_pipeline_policy
 
-                return load_pipeline_policy(model).pipeline, None
+                return self._merged(load_pipeline_policy(model).pipeline), None
             from mmrl.vlm.engine.vlm_policy import load_policy
 
             policy = load_policy(model)
             return policy.model, policy.processor
 
-    @property
+    @cached_property
     def model(self) -> Any:
         """The trained model: the object that was given, or else that of the best, else newest checkpoint.
 
-        A model of transformers, or with adapters the peft model around it, a pipeline of diffusers, or a robot policy.
+        A model of transformers, or with adapters the peft model around it; a pipeline of diffusers, or with adapters
+        a copy with merged ones; or a robot policy.
         """
-        return (self._owned or self._loaded)[0]
+        if self._owned is None:
+            return self._loaded[0]
+        return self._merged(self._owned[0]) if is_pipeline(self._owned[0]) else self._owned[0]
+
+    def _merged(self, pipeline: Any) -> Any:
+        """A pipeline that can be saved: diffusers would write adapters that it cannot read."""
+        from diffusion.families.table import find_family
+        from diffusion.models.saved import merged_pipeline
+
+        family = find_family(type(pipeline).__name__, self.config.model.family)
+        return merged_pipeline(pipeline, family.settings)
 
     @property
     def processor(self) -> Any:

@@ -7,7 +7,6 @@ import functools
 import json
 import logging
 import os
-import random
 import shutil
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from mmrl.api.inputs import Inputs, absolute, take_env, take_model, take_rewards, take_rows, take_settings
+from mmrl.api.lent import undisturbed
 from mmrl.api.methods import default_recipe, domain_of, resolve
 from mmrl.api.result import Run, Table, evaluation_rows
 from mmrl.api.rows import reusable, splits_of
@@ -114,7 +114,7 @@ def train(
         config = _filled(inputs)
         objects = {name: value for name, value in inputs.objects.items() if name != given.MODEL}
         _compare_objects(folder, objects, resume)
-        with _undisturbed(inputs, trains=True), given.having(inputs.objects, inputs.models):
+        with undisturbed(inputs.lent, trains=True), given.having(inputs.objects, inputs.models):
             train_recipe(inputs.entry, config, resume=resume)
             owned = inputs.owned and (given.trained(inputs.owned[0]), inputs.owned[1])
     return Run(folder, inputs.objects, owned)
@@ -174,7 +174,7 @@ def _measured(inputs: Inputs, run_dir: Path | None) -> Table:
     from mmrl.training.run import evaluate as evaluate_recipe
 
     config = _filled(inputs)
-    with _undisturbed(inputs), given.having(inputs.objects, inputs.models):
+    with undisturbed(inputs.lent), given.having(inputs.objects, inputs.models):
         found = evaluate_recipe(inputs.entry, config, run_dir)
     return evaluation_rows([{"split": split, **values} for split, values in _by_split(found).items()])
 
@@ -263,7 +263,7 @@ def _planned(method: str, *arguments: Any) -> str:
     with tempfile.TemporaryDirectory(prefix="mmrl-plan-") as folder:
         inputs = _inputs(method, Path(folder) / "run", False, *arguments)
         config = _filled(inputs)
-        with _undisturbed(inputs), given.having(inputs.objects, inputs.models):
+        with undisturbed(inputs.lent), given.having(inputs.objects, inputs.models):
             # a folder that is gone would only confuse
             return "\n".join(dry_run(inputs.entry, config)).replace(f"{inputs.folder}/", "")
 
@@ -316,39 +316,6 @@ def _removed_unless_begun(folder: Path) -> Iterator[None]:
         if new and not begun and os.environ.get("RANK", "0") == "0":
             shutil.rmtree(folder, ignore_errors=True)
         raise
-
-
-@contextlib.contextmanager
-def _undisturbed(inputs: Inputs, *, trains: bool = False) -> Iterator[None]:
-    """Give the caller's program back as it was: random numbers, threads, and settings of its model.
-
-    A trained model keeps the generation settings that it was trained with, such as the tokens that end a response.
-    """
-    import numpy as np
-    import torch
-
-    random_states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    threads = torch.get_num_threads()
-    attention = [(module, _attention(module), getattr(module, "generation_config", None)) for module, _ in inputs.modes]
-    try:
-        yield
-    finally:
-        random.setstate(random_states[0])
-        np.random.set_state(random_states[1])
-        torch.set_rng_state(random_states[2])
-        torch.set_num_threads(threads)
-        for module, training in inputs.modes:
-            module.train(training)
-        for module, kind, generation in attention:
-            if kind is not None:
-                module.config.get_text_config()._attn_implementation = kind
-            if generation is not None and not trains:
-                module.generation_config = generation
-
-
-def _attention(module: Any) -> str | None:
-    config: Any = getattr(module, "config", None)
-    return config.get_text_config()._attn_implementation if hasattr(config, "get_text_config") else None
 
 
 class _Shown(logging.Handler):

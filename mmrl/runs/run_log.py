@@ -395,9 +395,10 @@ class RunWarnings:
         if (clipped := self._streaks.get("clipped", _Streak())).steps:
             due["clipped_at_start"] = (
                 f"{clipped.value:.1%} of decisions were clipped in the first optimiser step of an update, before "
-                "the policy had changed: rounding errors make old and new log-probabilities differ by more than "
-                "the clip range; use trainer.old_logp=recompute with a trainer.micro_batch that divides a "
-                "minibatch (1 always does), or float32"
+                "the policy had changed: old and new log-probabilities differ by more than the clip range, through "
+                "rounding errors, or through dropout or batch normalisation in a module of yours. Switch those off, or "
+                "use trainer.old_logp=recompute with a trainer.micro_batch that divides a minibatch (1 always does), "
+                "or float32"
             )
         # a mean near 0 over several steps: single steps vary
         if len(self._agreement) == PATIENCE and abs(sum(self._agreement) / PATIENCE) < LITTLE_AGREEMENT:

@@ -45,6 +45,13 @@ def having(objects: Mapping[str, Any], models: Mapping[str, Any] | None = None) 
             known.update(saved)
 
 
+def frozen_weights(folder: str) -> list[Any]:
+    """Weights that the program has frozen in the loaded pipeline of a folder; empty without one."""
+    parts = getattr(_MODELS.get(folder), "components", {}).values()
+    weights = [weight for part in parts if hasattr(part, "parameters") for weight in part.parameters()]
+    return [weight for weight in weights if not weight.requires_grad]
+
+
 def take_model(folder: str) -> Any:
     """The loaded model of a folder on the first request; None otherwise."""
     if (model := _MODELS.pop(folder, None)) is not None:

@@ -12,6 +12,7 @@ import numpy as np
 import peft
 import pytest
 import torch
+from accelerate import Accelerator
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -240,6 +241,28 @@ def test_splits_may_have_dots_and_evaluations_say_which_they_are(folder, tmp_pat
         ("evaluate", "success/greedy", 0.0),
         ("evaluate", "episode/return/greedy", 3.0),
     ]
+
+
+def test_a_program_and_its_model_are_as_before_after_a_run(folder, tmp_path, monkeypatch):
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    network, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    network.train()
+    first, second = network.model.layers
+    first.requires_grad_(False).eval()
+    second.self_attn.attention_dropout = 0.1
+    own = Accelerator(mixed_precision="bf16", gradient_accumulation_steps=3)
+    weights = [weight.detach().clone() for weight in first.parameters()]
+    call = functools.partial(train, "grpo", model=(network, tokenizer), data=ROWS, reward=length)
+    evaluate((network, tokenizer), ROWS[:2], length, output_dir=tmp_path / "measured", max_new_tokens=3)
+    call(output_dir=tmp_path / "run", options={"model.gradient_checkpointing": True}, **SMALL)
+    assert all(torch.equal(*pair) for pair in zip(weights, first.parameters(), strict=True))
+    assert [each.training for each in (network, first, first.mlp, second)] == [True, False, False, True]
+    assert {weight.requires_grad for weight in second.parameters()} == {True}
+    assert second.self_attn.attention_dropout == 0.1
+    assert not network.is_gradient_checkpointing
+    assert not network.get_input_embeddings()._forward_hooks
+    assert (own.mixed_precision, own.gradient_accumulation_steps) == ("bf16", 3)
+    assert "ONEDNN_PRIMITIVE_CACHE_CAPACITY" not in os.environ
 
 
 def test_a_measured_model_generates_as_before(folder, tmp_path):

@@ -8,11 +8,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from diffusion.families.table import family_of
+from diffusion.models.diffusion_policy import load_policy
 from diffusion.models.pipelines import decode_latents, encode_images, load_pipeline, outlined_pipeline
 from diffusion.toy.pipelines.tiny import TinySd3Sizes, build_tiny_sd3
 from mmrl.errors import UserError
+from mmrl.workers import given
 from tests.diffusion.builders import CAPTIONS, SIZES, T5_TOKENS
 from tests.diffusion.families import tiny
+from tests.diffusion.models.policies import config_of
 from tests.rounding import assert_equal_up_to_rounding
 
 FACTOR = 4
@@ -271,3 +274,16 @@ def test_default_size_is_that_of_the_transformer(tmp_path):
     pipeline = load_pipeline(build_tiny_sd3(tmp_path / "model", corpus=CAPTIONS, sizes=sizes))
     assert family_of(pipeline).latent_shape() == (8, 4, 4)
     assert family_of(pipeline).tokens((8, 4, 4)) == 4
+
+
+def test_a_loaded_pipeline_keeps_what_is_frozen_and_the_precision_of_each_part(folder):
+    pipeline = load_pipeline(folder, torch.bfloat16)
+    pipeline.vae.float()
+    pipeline.transformer.requires_grad_(True)
+    pipeline.transformer.proj_out.requires_grad_(False)
+    with given.having({}, {str(folder): pipeline}):
+        policy = load_policy(config_of(folder, enabled=False, dtype="bfloat16"))
+    assert policy.pipeline is pipeline
+    frozen = {name for name, weight in policy.named_parameters() if not weight.requires_grad}
+    assert frozen == {"transformer.proj_out.weight", "transformer.proj_out.bias"}
+    assert (pipeline.vae.dtype, pipeline.transformer.dtype) == (torch.float32, torch.bfloat16)

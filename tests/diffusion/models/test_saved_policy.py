@@ -7,6 +7,7 @@ from safetensors.torch import load_file, save_file
 from diffusion.families.table import family_of
 from diffusion.models.diffusion_policy import DiffusionPolicy, load_policy
 from diffusion.models.pipelines import load_pipeline
+from diffusion.models.saved import merged_pipeline
 from mmrl.errors import UserError
 from mmrl.training.recipe import Reference
 from tests.diffusion.builders import T5_TOKENS
@@ -100,6 +101,20 @@ def test_saved_pipeline_is_an_ordinary_one(config, tmp_path):
         for p in (policy.pipeline, pipeline)
     )
     assert abs(one - two).max() < 1e-4
+
+
+def test_a_merged_copy_of_a_pipeline_can_be_saved(base, tmp_path):
+    policy = disturb(load_policy(config_of(base)))
+    before = bits(policy)
+    copied = merged_pipeline(policy.pipeline, policy.family.settings)
+    assert same(bits(policy), before)
+    assert copied.vae is policy.pipeline.vae
+    assert copied.transformer.proj_out.weight is policy.transformer.proj_out.weight
+    copied.save_pretrained(tmp_path)
+    for pipeline in (copied, load_pipeline(tmp_path)):
+        other = DiffusionPolicy(pipeline, config_of("", enabled=False))
+        assert_equal_up_to_rounding(velocity(other), velocity(policy))
+    assert merged_pipeline(copied, policy.family.settings) is copied
 
 
 def test_merged_weights_are_the_sum_of_base_and_product(folder, tmp_path):
