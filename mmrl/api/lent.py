@@ -101,5 +101,5 @@ def _switched(part: Any) -> dict[str, Any]:
 
 
 def _attention(config: Any) -> str | None:
-    """Kind of attention of a transformers model; None for other configurations, and where none is chosen yet."""
+    """Kind of attention of a transformers model; None for other configurations, or if none is chosen yet."""
     return getattr(config, "_attn_implementation", None) if hasattr(config, "get_text_config") else None
