@@ -320,6 +320,11 @@ class RealTimeController:
         self.counts.latency_ms.append(latency_ms)
         self.counts.late += latency_ms > self.budget_ms
         if now_s - self._seen_s > DISCARD_S:
+            if not self.counts.discarded:
+                seconds = now_s - self._seen_s
+                LOGGER.warning(
+                    "a chunk came %.1f s after its observation and is not executed (limit: %g s)", seconds, DISCARD_S
+                )
             self.counts.discarded += 1
             return
         if len(self._running):

@@ -147,13 +147,14 @@ def test_chunks_of_another_shape_are_errors(policy):
         assert "shape (6, 2)" in controller.counts.last_error
 
 
-def test_late_and_old_responses_are_counted(policy, monkeypatch):
+def test_late_and_old_responses_are_counted(policy, monkeypatch, caplog):
     monkeypatch.setattr(realtime, "DISCARD_S", 0.0)
     with control(policy, latency_budget_ms=1e-6) as controller:
         begin(controller, policy)
         assert controller.step({}) is None
         assert (controller.counts.late, controller.counts.discarded, controller.counts.chunks) == (1, 1, 0)
         assert controller.counts.summary().startswith("2 control steps, 0 chunks, 1 late, 1 discarded; latency p50 ")
+        assert "after its observation and is not executed (limit: 0 s)" in caplog.text
 
 
 def test_age_counts_from_the_observation_and_not_from_the_start_of_its_computation(policy, monkeypatch):
