@@ -113,8 +113,10 @@ def _short(module: str, face: str) -> str:
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     """Describe the page, link methods to their pages, and make fences of code plain.
 
-    Links out of docs/ become paths.
+    Links out of docs/ become paths. Guides come before single results in the search.
     """
+    if page.file.src_uri.startswith("results/"):
+        page.meta.setdefault("search", {"boost": 0.2})
     if "description" not in page.meta:
         prose = (part for part in markdown.split("\n\n")[1:] if re.match(r"[A-Z]", part))
         words = re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", " ".join(next(prose, "").split()))
