@@ -13,6 +13,7 @@ import peft
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState, GradientState, PartialState
 from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -245,6 +246,8 @@ def test_splits_may_have_dots_and_evaluations_say_which_they_are(folder, tmp_pat
 
 def test_a_program_and_its_model_are_as_before_after_a_run(folder, tmp_path, monkeypatch):
     monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    for kind in (AcceleratorState, GradientState, PartialState):  # as in a program that has no Accelerator yet
+        monkeypatch.setattr(kind, "_shared_state", {})
     network, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
     network.train()
     first, second = network.model.layers

@@ -81,8 +81,8 @@ def run(config: Any, folder: Path, steps: int, resume: bool = False) -> tuple[Tr
     if trainer.recipe.updates is not None:  # its loss is not over the rows of a step
         update = trainer.updater.update
 
-        def counted(*args: Any) -> dict[str, float]:
-            metrics = update(*args)
+        def counted(*args: Any, **options: Any) -> dict[str, float]:
+            metrics = update(*args, **options)
             losses.append(metrics["loss/critic"])
             return metrics
 

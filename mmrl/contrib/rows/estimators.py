@@ -105,7 +105,6 @@ class VirtualBest(GroupEstimator):
     """Reward minus mean, divided by the standard deviation, of the group plus a virtual response with the best reward.
 
     So a group of n failures has a gradient, too: with reward 0, each has the advantage -1 / sqrt(n + 1).
-
     Source: NGRPO, arXiv 2509.18851; nangongrui-ngr/NGRPO verl/trainer/ppo/core_algos.py.
     """
 
