@@ -11,8 +11,8 @@ from mmrl.errors import UserError, did_you_mean
 from mmrl.files import expanded, read_json_object, read_yaml
 from mmrl.recipes import EVALUATIONS, all_recipes, find_recipe
 
-PACKAGES = {"mmrl.agents": "agents", "mmrl.contrib.agents": "agents", "diffusion": "images", "robotics": "robots"}
-"""Packages of recipes whose domain is not language."""
+PACKAGES = {"diffusion": "images", "robotics": "robots"}
+"""Packages whose recipes train something other than language models."""
 
 
 def resolve(method: str, model: Any, env: Any) -> tuple[RecipeEntry, str]:
@@ -86,9 +86,7 @@ def _domain_of_folder(path: str) -> str:
         known = all_recipes().get(str(read_yaml(folder / "config.yaml").get("recipe")))
         if known is None:
             return ""
-        target = known.target
-        found = [domain for package, domain in PACKAGES.items() if target.startswith(f"{package}.")]
-        return found[0] if found else "agents"
+        return PACKAGES.get(known.target.partition(".")[0], "agents")
     if (folder / "model_index.json").is_file():
         return "images"
     if (folder / "config.json").is_file():

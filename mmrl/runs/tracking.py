@@ -224,10 +224,11 @@ class ServiceSink:
                 f"tracking.{package}={project}, but {package} is not installed ({error}): pip install {package}, "
                 f"or remove tracking.{package} from the configuration"
             ) from error
-        # a run of the user's program goes on: wandb would return it, and trackio, in the same context, would end it
-        beside = {"reinit": "create_new"} if package == "wandb" and service.run is not None else {}
-        begin = functools.partial(service.init, project=project, name=run_name, config=dict(config), **beside)
-        self._run = Context().run(begin)
+        # a run that the user's program has open must stay open: by default, wandb's `init` would return it, and
+        # trackio's, in the same context, would finish it
+        separate = {"reinit": "create_new"} if package == "wandb" and service.run is not None else {}
+        options = {"project": project, "name": run_name, "config": dict(config), **separate}
+        self._run = Context().run(service.init, **options)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of one step."""

@@ -143,7 +143,7 @@ def planned(facts: Facts, trainer: Any, *, passes: bool) -> Plan:
         except (RuntimeError, NotImplementedError) as error:
             if not outlined:
                 raise
-            # kernels that torch does not run without numbers, as some of experts
+            # torch cannot run some kernels without numbers, such as those of experts in float32
             lines = str(error).splitlines() or [type(error).__name__]
             facts = dataclasses.replace(facts, unknown=(f"activations, which only a run can tell ({lines[0]})",))
     complete = passes and not facts.unknown
@@ -152,7 +152,7 @@ def planned(facts: Facts, trainer: Any, *, passes: bool) -> Plan:
 
 
 def _measured(facts: Facts, networks: nn.Module, trainer: Any) -> Iterator[Part]:
-    """What the calls hold; casts of weights are kept until the update ends, as in a run."""
+    """Memory that the calls need; autocast keeps its copies of weights until an update ends, as in a run."""
     with autocast(trainer):
         yield Part("activations", activations(facts.network, facts.learn, facts.passes), "update")
     if facts.keep is not None:

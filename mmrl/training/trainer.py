@@ -551,7 +551,7 @@ class Trainer:
             time.sleep(WAIT_S)
 
     def _lacks(self) -> str:
-        """What a process still waits for, with the name of its machine: machines may not share the folder."""
+        """What a process is waiting for, and on which machine, since machines may not share the run's folder."""
         own = self.recipe.waits_for(self.position)
         return next(filter(None, from_all(f"on {socket.gethostname()}, {own}" if own else "")), "")
 

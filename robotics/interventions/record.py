@@ -83,7 +83,7 @@ class InterventionRecord(AbstractContextManager["InterventionRecord"]):
         folder: of the dataset, made when missing.
         sim: the simulator, which names states, actions and the control rate.
         cameras: names of the policy's camera and the additional ones; empty = no images.
-        episodes: number in a round; a round whose environment failed in all of them is forgotten, to be run again.
+        episodes: number in a round, endless by default; a round that fails in all of them is forgotten and run again.
 
     Raises:
         UserError: the folder has a dataset with other features or another rate, or another program writes to it.
