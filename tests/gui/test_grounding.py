@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from types import SimpleNamespace
 
+import pyarrow.parquet
 import pytest
 import torch
 from PIL import Image
@@ -233,6 +234,11 @@ def test_swapped_sides_are_named(tmp_path, capsys):
         prepare_tasks(load_tasks(DataConfig(path=str(path))), GroundingSettings(), Resize(28), training=True)
     assert main(["gui", "validate", str(path)]) == 2
     assert "the sides are swapped" in capsys.readouterr().out
+    rows = [json.loads(path.read_text()) | {"image": (tmp_path / "1920.png").read_bytes()}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "stored.parquet")
+    stored = load_tasks(DataConfig(path=str(tmp_path / "stored.parquet")))
+    with pytest.raises(UserError, match="the sides are swapped"):
+        prepare_tasks(stored, GroundingSettings(), Resize(28), training=True)
 
 
 def test_the_file_of_training_is_not_held_out_unless_that_is_meant(tmp_path):

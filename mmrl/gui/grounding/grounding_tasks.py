@@ -7,7 +7,6 @@ import math
 import string
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from mmrl.errors import UserError
@@ -41,7 +40,7 @@ from mmrl.gui.grounding.samples import (
 from mmrl.gui.grounding.step_rewards import CLICK, step_points
 from mmrl.hub.tables import BadRowError
 from mmrl.vlm.data.dataset import DataConfig, LoadedTasks
-from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, open_image
+from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, image_content
 from mmrl.vlm.model.model_config import ModelConfig
 from mmrl.vlm.vlm_recipe import Questions
 
@@ -138,18 +137,15 @@ def _shown(size: Size) -> str:
 
 
 def _size(task: VlmTask) -> Size:
-    """The size of the image, by its header where it is a file; one that the column gives has to agree with it."""
+    """The size of the image, by its header; one that the column gives has to agree with it."""
     given, source = _given_size(task), task.images[0]
-    if isinstance(source, str) and not source.startswith("data:"):
-        try:
-            size = image_size(Path(source))
-        except Exception as error:  # Pillow raises OSError, ValueError, SyntaxError, DecompressionBombError, ...
-            raise TaskError("unreadable_image", task.id, f"cannot read {source}: {error}") from None
-    elif given is not None:  # not decoded here
-        size = given
-    else:
-        # only decoded where nothing else says the size
-        size = open_image(source, task.id, max_pixels=task.max_image_pixels).size
+    is_path = isinstance(source, str) and not source.startswith("data:")
+    content: Any = source if is_path else image_content(source, task.id, "the image", task.max_image_pixels)[1]
+    try:
+        size = image_size(content)
+    except Exception as error:  # Pillow raises OSError, ValueError, SyntaxError, DecompressionBombError, ...
+        named = source if is_path else "the image"
+        raise TaskError("unreadable_image", task.id, f"cannot read {named}: {error}") from None
     if given is not None and given != size:
         swapped = " (the sides are swapped: width comes first)" if given[::-1] == size else ""
         message = f"original_wh is {_shown(given)}, but the image has {_shown(size)} pixels{swapped}"

@@ -153,7 +153,7 @@ def open_image(
 ) -> Image.Image:
     """Open one image source as RGB, upright and without transparency: an animation's first frame, unless `still`."""
     # sources nest: a table's cell holds a mapping, which holds a path
-    name, raw = _resolve(source, task_id, where, max_pixels)
+    name, raw = image_content(source, task_id, where, max_pixels)
     label = f"{where} ({shortened(name)})" if name else where
     if isinstance(raw, bytes) and not raw:
         raise TaskError("empty_image", task_id, f"{label} is empty (0 bytes)")
@@ -186,7 +186,9 @@ def shortened(text: str, longest: int = 120) -> str:
 
 
 def no_such_file(path: str, kind: str) -> str:
-    """Message for a missing image or video, or for base64 content where a path belongs."""
+    """Message for a missing image or video, or for a URL or base64 content where a path belongs."""
+    if path.startswith(("http://", "https://")):
+        return f"{shortened(path)} is a URL; download the {kind} and use the path of the file"
     if len(Path(path).name) > LONGEST_NAME:
         base64_start = f"data:{kind}/png;base64,"
         return f"{shortened(path)} is too long for a file path; base64 content must begin with {base64_start}"
@@ -364,7 +366,7 @@ def _load(task: VlmTask, number: int, patch_size: int) -> Frames:
         raise TaskError(error.kind, task.id, f"video {number + 1} of {len(task.videos)}{name}: {error}") from None
 
 
-def _resolve(source: Any, task_id: str, where: str, max_pixels: int) -> tuple[str, Image.Image | bytes]:
+def image_content(source: Any, task_id: str, where: str, max_pixels: int) -> tuple[str, Image.Image | bytes]:
     """Resolve a source to a PIL image or the bytes of an image file, with a name for error messages."""
     if isinstance(source, Image.Image):
         return "", source
@@ -377,9 +379,9 @@ def _resolve(source: Any, task_id: str, where: str, max_pixels: int) -> tuple[st
         inner = source.get("path") if source.get("bytes") is None else source["bytes"]
         if inner is None:
             raise TaskError("missing_image", task_id, f"{where} contains neither bytes nor a path")
-        return _resolve(inner, task_id, where, max_pixels)
+        return image_content(inner, task_id, where, max_pixels)
     if hasattr(source, "read"):
-        return _resolve(source.read(), task_id, where, max_pixels)
+        return image_content(source.read(), task_id, where, max_pixels)
     found = "nothing" if source is None else f"a {type(source).__name__}"
     message = f"{where} is {found}; expected a PIL image, a path, bytes or a mapping with bytes or path"
     raise TaskError("missing_image", task_id, message)
@@ -393,9 +395,6 @@ def _read_file(path: str, task_id: str, where: str, max_pixels: int) -> tuple[st
             return head, base64.b64decode(body, validate=True)
         except ValueError as error:
             raise TaskError("unreadable_image", task_id, f"{where}: broken data URI ({error})") from None
-    if path.startswith(("http://", "https://")):
-        message = f"{where} is the URL {shortened(path)}; download it and use the file's path"
-        raise TaskError("missing_image", task_id, message)
     path = without_scheme(path)
     if not is_file(path):
         raise TaskError("missing_image", task_id, f"{where}: {no_such_file(path, 'image')}")
