@@ -98,12 +98,11 @@ class VlmAnswerer:
 
     def answer(self, tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]], draws: Tensor | None) -> Answers:
         """See `Answerer`."""
-        asked = _asked(tasks, picks)
-        prompts = [self.policy.encode(task, images) for task, images in asked]
+        questions = _asked(tasks, picks)
+        prompts = [self.policy.encode(task) for task in questions]
         config = replace(self.config.sampler, batch_rows=self.config.batch_rows)
         samples = sample(self.policy, prompts, 1, config, draws)
         tokens = token_lists(samples.response_ids, samples.mask)
-        questions = [task for task, _ in asked]
         result = score_texts(self.rewards, TrainerState(), questions, samples.texts, tokens)
         return Answers(samples.texts, list(result.total), prompts, samples, result)
 
@@ -146,7 +145,7 @@ def without_unanswerable(
     raise NoUsableTasksError(f"none of {total} questions could be answered from picked frames; the last one: {last}")
 
 
-def _asked(tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]]) -> list[tuple[VlmTask, list[Image.Image]]]:
+def _asked(tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]]) -> list[VlmTask]:
     """Each row's question with the picked frames instead of the video; each video is decoded once for all rows."""
     wanted: dict[int, set[int]] = {}
     for task, row in zip(tasks, picks, strict=True):
@@ -159,16 +158,16 @@ def _asked(tasks: Sequence[NeedleTask], picks: Sequence[Sequence[int]]) -> list[
             except VideoError as error:
                 raise TaskError(error.kind, task.id, f"its video cannot be used: {error}") from None
     return [
-        (_with_images(task.task, len(row)), [images[id(task)][frame] for frame in row])
+        _with_images(task.task, [images[id(task)][frame] for frame in row])
         for task, row in zip(tasks, picks, strict=True)
     ]
 
 
-def _with_images(task: VlmTask, count: int) -> VlmTask:
-    """The question with `count` images instead of its video; the images themselves go to the encoder."""
-    items = {"video": [{"type": "image"}] * count}
+def _with_images(task: VlmTask, images: Sequence[Image.Image]) -> VlmTask:
+    """The question with images instead of its video."""
+    items = {"video": [{"type": "image"}] * len(images)}
     messages = [
         {**turn, "content": [new for item in turn["content"] for new in items.get(item["type"], [item])]}
         for turn in task.messages
     ]
-    return replace(task, messages=messages, images=[""] * count, videos=[])
+    return replace(task, messages=messages, images=list(images), videos=[])

@@ -63,6 +63,16 @@ def test_a_frozen_reader_sees_the_picked_frames_and_is_no_decision(tmp_path, mod
     assert again.texts == answers.texts[:1]
 
 
+def test_rewards_may_look_at_the_picked_frames(tmp_path, model, closing):
+    config = reading_config(tmp_path, model, train=False)
+    config.answerer.reward = RewardConfig(name="tests/vlm/user_reward.py:brightness", isolate=False)
+    recipe = closing(TspoRecipe(config))
+    task = recipe.train_tasks[0]
+    shown = [task.video.images([pick])[pick] for pick in (0, 1, 2)]
+    bright = sum(image.convert("L").getpixel((0, 0)) for image in shown)
+    assert recipe.answerer.answer([task], [[0, 1, 2]], None).correct == [bright]
+
+
 def test_a_video_that_is_gone_in_the_middle_of_a_run_costs_its_question_alone(tmp_path, model, caplog, closing):
     shutil.copytree(data_folder(), tmp_path / "data")
     config = reading_config(tmp_path, model, train=False)
