@@ -12,7 +12,7 @@ from typing import Any
 
 from mmrl.errors import UserError
 from mmrl.files import is_file, replaced, write_atomically
-from mmrl.hub.foreign import MalformedError, to_rgb
+from mmrl.hub.foreign import MalformedError, as_image, to_rgb
 from mmrl.hub.images import upright
 
 HELD_OUT = "heldout"
@@ -22,7 +22,7 @@ MEDIA = ("image", "images", "video", "videos")
 ITEMS, SOURCES = ("image", "image_url", "video"), ("path", "url", "image_url", "frames")
 """Types of items of chat turns, and entries of such an item, or of a mapping in these columns, that may be paths."""
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
-IMAGE_TYPES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"RIFF": "webp"}
+IMAGE_TYPES = {b"\x89PNG": "png", b"\xff\xd8\xff": "jpg", b"GIF8": "gif", b"RIFF": "webp", b"BM": "bmp"}
 
 
 def splits_of(data: Any, what: str) -> dict[str, Any]:
@@ -121,9 +121,9 @@ def _cell(value: Any, where: str, folder: Path, media: bool = False) -> Any:
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, Mapping):
-        if set(value) == {"bytes", "path"}:  # an image of datasets
+        if "bytes" in value and set(value) <= {"bytes", "path"}:  # an image of datasets
             stored = value["bytes"]
-            return _cell(value["path"], where, folder, True) if stored is None else _stored(stored, where, folder)
+            return _cell(value.get("path"), where, folder, True) if stored is None else _stored(stored, where, folder)
         media = media or value.get("type") in ITEMS
         named = {key: key in MEDIA or (media and key in SOURCES) for key in value}
         return {str(key): _cell(each, f"{where}[{key!r}]", folder, named[key]) for key, each in value.items()}
@@ -136,22 +136,30 @@ def _cell(value: Any, where: str, folder: Path, media: bool = False) -> Any:
     if hasattr(value, "getexif"):
         return _stored(_png(value, where), where, folder)
     if hasattr(value, "tolist"):  # numbers and arrays of NumPy and torch
-        return _array(value, where, folder)
+        return _array(value, where, folder, media)
     raise UserError(f"{where} is a {type(value).__name__}; columns can contain texts, numbers, lists, dicts and images")
 
 
-def _array(value: Any, where: str, folder: Path) -> Any:
+def _array(value: Any, where: str, folder: Path, media: bool) -> Any:
     import numpy as np
 
     array = np.asarray(value)
-    if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] != 3:
-        return _cell(array.tolist(), where, folder)
+    pixels = media and array.dtype.kind in "biuf"  # the others are paths
+    if pixels and array.ndim > 3:  # images, or the frames of a video
+        return [_array(each, f"{where}[{number}]", folder, media) for number, each in enumerate(array)]
+    if array.ndim < 2 or not (pixels or (array.dtype == np.uint8 and array.shape[2:] == (3,))):
+        return _cell(array.tolist(), where, folder, media)
     from PIL import Image
 
-    return _stored(_png(Image.fromarray(array), where), where, folder)
+    try:
+        return _stored(_png(Image.fromarray(as_image(array)), where), where, folder)
+    except MalformedError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def _png(image: Any, where: str) -> bytes:
+    if not image.width or not image.height:
+        raise UserError(f"{where} is an image of {image.width} x {image.height} pixels")
     content, image = io.BytesIO(), upright(image)
     try:
         (image if image.mode in PNG_MODES else to_rgb(image)).save(content, "PNG", compress_level=1)
@@ -164,7 +172,7 @@ def _stored(content: bytes, where: str, folder: Path) -> str:
     """Path, relative to the rows, of an encoded image."""
     kind = next((suffix for mark, suffix in IMAGE_TYPES.items() if content.startswith(mark)), None)
     if kind is None:
-        raise UserError(f"{where} contains bytes that are not a PNG, JPEG, GIF or WebP image")
+        raise UserError(f"{where} contains bytes that are not a PNG, JPEG, WebP, GIF or BMP image")
     file = folder / "images" / f"{_digest(content)}.{kind}"
     if not file.exists():
         with replaced(file) as draft:
