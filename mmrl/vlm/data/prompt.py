@@ -241,7 +241,8 @@ def encode_prompt(
     form = {**layout.template, "add_generation_prompt": not begun, "continue_final_message": begun}
     text = _render(task, processor, messages, form)
     start = given["content"].removeprefix("<think>") if OPEN_THINK.search(text) else given["content"]
-    return _encode(task, text + start, hidden, processor, layout, images, videos)
+    whole = text + start
+    return _encode(task, whole, hidden, processor, layout, images, videos, opens=_lacks_bos(whole, processor))
 
 
 def encode_turn(task: VlmTask, turns: TurnTemplate, processor: Any, layout: PromptLayout, *, end: int | None) -> Prompt:
@@ -273,16 +274,26 @@ def encode_history(
     for piece in pieces:
         stop = start + (piece.count(token) if token else 0)
         used = tuple(hidden[int(number)] for number in PLACEHOLDER.findall(piece))
+        opens = not parts and _lacks_bos(piece, processor)
         # a piece that was written before is one object, so that its images pass the vision tower once
-        key = PLACEHOLDER.sub(HIDDEN, piece), used, tuple(image_keys[start:stop])
+        key = PLACEHOLDER.sub(HIDDEN, piece), used, tuple(image_keys[start:stop]), opens
         if key not in known:
             own = dataclasses.replace(task, images=task.images[start:stop])
-            known[key] = _encode(own, piece, hidden, processor, layout, None)
+            known[key] = _encode(own, piece, hidden, processor, layout, None, opens=opens)
         parts.append(known[key])
         start = stop
     if start != len(task.images):
         raise TaskError("placeholder_mismatch", task.id, f"its {len(task.images)} images have {start} places")
     return join_prompts(parts)
+
+
+def _lacks_bos(text: str, processor: Any) -> bool:
+    """Whether a conversation lacks the token that texts begin with, so that the processor adds it (LLaVA, Idefics2).
+
+    Source: huggingface/transformers processing_utils.py (`apply_chat_template`); language models never add it.
+    """
+    bos = getattr(processor.tokenizer, "bos_token", None)
+    return bos is not None and not text.startswith(bos)
 
 
 def _encode(
@@ -293,6 +304,8 @@ def _encode(
     layout: PromptLayout,
     images: Sequence[Image.Image] | None,
     videos: Sequence[Frames] | None = None,
+    *,
+    opens: bool = False,
 ) -> Prompt:
     loaded = task.load_images() if images is None else list(images)
     for name, count, kind in (("image_token", len(loaded), "images"), ("video_token", len(task.videos), "videos")):
@@ -303,7 +316,7 @@ def _encode(
             message = f"the rendered prompt has {found} {token} tokens for {count} {kind}"
             raise TaskError("placeholder_mismatch", task.id, message)
     frames = load_videos(task, layout.patch_size) if videos is None else list(videos)
-    inputs = _process(task, processor, text, hidden, loaded, frames, resize=not layout.fits_frames)
+    inputs = _process(task, processor, text, hidden, loaded, frames, resize=not layout.fits_frames, opens=opens)
     if loaded:
         _check_sizes(task, inputs.get("image_grid_thw"), layout.patch_size)
     ids = inputs["input_ids"][0]
@@ -344,30 +357,27 @@ def _process(
     frames: Sequence[Any],
     *,
     resize: bool,
+    opens: bool,
 ) -> dict[str, Any]:
-    options: dict[str, Any] = {}
+    # elsewhere the template has written the special tokens already
+    options: dict[str, Any] = {} if opens else {"add_special_tokens": False}
     if frames:
-        sampling: dict[str, Any] = {
-            "video_metadata": [metadata for _, metadata in frames],
-            "do_sample_frames": False,
-        }
-        if not resize:
-            sampling["do_resize"] = False  # the frames fit the pixel budget already
-        if hasattr(processor.video_processor, "cap_pixels_per_frame"):
-            sampling["cap_pixels_per_frame"] = False  # only resizing reads it, and unset it logs a warning
-        options = {"videos": [pixels for pixels, _ in frames], "videos_kwargs": sampling}
+        options |= _frame_options(processor, frames, resize=resize)
     spelled = [hidden[int(number)] for number in PLACEHOLDER.findall(text)]
+    tokenizer = processor.tokenizer
+    taken = [getattr(processor, name, None) for name in ("image_token", "video_token")]
+    taken += [tokenizer.bos_token, tokenizer.eos_token] if opens else []
     # The processor tokenises one text: a control token that occurs nowhere else is the placeholder for those in texts.
-    stand_in = next((token for token in special_tokens(processor.tokenizer) if token not in text), "")
+    stand_in = next((token for token in special_tokens(tokenizer) if token not in text and token not in taken), "")
     if spelled and not stand_in:
         raise TaskError(
             "bad_prompt", task.id, f"its text contains {spelled[0]}, and the template uses every control token"
         )
     text = PLACEHOLDER.sub(stand_in, text)
     try:
-        # the template has written the special tokens already
-        options |= {"add_special_tokens": False, "return_tensors": "pt"}
-        inputs = dict(processor(text=[text], images=list(images) or None, **options))
+        # one list per prompt: LLaVA-OneVision cuts an image that is alone in its prompt into tiles
+        shown = [list(images)] if images else None
+        inputs = dict(processor(text=[text], images=shown, return_tensors="pt", **options))
     except ValueError as error:  # for instance an aspect ratio above 200
         lengths = [len(pixels) for pixels, _ in frames]
         if len({*lengths}) > 1:  # InternVL and LLaVA-OneVision have one tensor for all videos
@@ -377,7 +387,16 @@ def _process(
             )
             raise TaskError("unusable_video", task.id, message) from error
         raise TaskError("unusable_image", task.id, f"the image processor rejects it: {error}") from error
-    return inputs | _spelled(inputs, stand_in, spelled, processor.tokenizer) if spelled else inputs
+    return inputs | _spelled(inputs, stand_in, spelled, tokenizer) if spelled else inputs
+
+
+def _frame_options(processor: Any, frames: Sequence[Frames], *, resize: bool) -> dict[str, Any]:
+    sampling: dict[str, Any] = {"video_metadata": [metadata for _, metadata in frames], "do_sample_frames": False}
+    if not resize:
+        sampling["do_resize"] = False  # the frames fit the pixel budget already
+    if hasattr(processor.video_processor, "cap_pixels_per_frame"):
+        sampling["cap_pixels_per_frame"] = False  # only resizing reads it, and unset it logs a warning
+    return {"videos": [pixels for pixels, _ in frames], "videos_kwargs": sampling}
 
 
 def _spelled(inputs: dict[str, Any], stand_in: str, spelled: Sequence[str], tokenizer: Any) -> dict[str, Tensor]:

@@ -63,7 +63,7 @@ def _asking(config: Any, policy: VlmPolicy, *, looks: bool) -> list[str]:
     if not looks:
         text = text.replace("What do you see?", "What is 3 plus 4?")
     turns = [f'    {{"role": "system", "content": {_content(repr(system), looks)}}},'] if system else []
-    image = '{"type": "image"}, ' if looks else ""
+    image = '{"type": "image", "image": image}, ' if looks else ""
     stop = list(getattr(sampler, "stop", ()) or ())
     tokenizer = "processor.tokenizer" if looks else "processor"
     end = f", stop_strings={stop!r}, tokenizer={tokenizer}" if stop else ""
@@ -75,9 +75,9 @@ def _asking(config: Any, policy: VlmPolicy, *, looks: bool) -> list[str]:
         *turns,
         f'    {{"role": "user", "content": {_content(text, looks, image)}}},',
         "]",
-        f"text = processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True{variables})",
-        f"inputs = processor(text=[text], {'images=[image], ' if looks else ''}add_special_tokens=False, "
-        'return_tensors="pt")',
+        "inputs = processor.apply_chat_template(",
+        f'    messages, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"{variables}',
+        ")",
         f"tokens = model.generate(**inputs, max_new_tokens={getattr(sampler, 'max_new_tokens', 64)}, "
         f"do_sample=False{end})",
         'print(processor.batch_decode(tokens[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)[0])',

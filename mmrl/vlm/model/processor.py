@@ -46,7 +46,7 @@ class ImageOnlyProcessor:
         self,
         *,
         text: Sequence[str],
-        images: Sequence[Any] | None = None,
+        images: Sequence[Sequence[Any]] | None = None,
         return_tensors: str = "pt",
         add_special_tokens: bool = False,
     ) -> dict[str, torch.Tensor]:
@@ -54,7 +54,7 @@ class ImageOnlyProcessor:
         prompt = text[0]
         output: dict[str, torch.Tensor] = {}
         if images:
-            processed = self.image_processor(images=list(images), return_tensors=return_tensors)
+            processed = self.image_processor(images=images, return_tensors=return_tensors)
             output = {name: processed[name] for name in ("pixel_values", "image_grid_thw")}
             prompt = self._expand(prompt, output["image_grid_thw"])
         ids = self.tokenizer([prompt], return_tensors=return_tensors)["input_ids"]
@@ -91,9 +91,11 @@ class TextProcessor:
         turns = [turn | {"content": _joined(turn["content"])} for turn in messages]
         return self.tokenizer.apply_chat_template(turns, **options)
 
-    def __call__(self, *, text: Sequence[str], images: None = None, **options: Any) -> dict[str, torch.Tensor]:
+    def __call__(
+        self, *, text: Sequence[str], images: None = None, add_special_tokens: bool = False, **options: Any
+    ) -> dict[str, torch.Tensor]:
         """Tokenise one rendered prompt."""
-        return {"input_ids": self.tokenizer(list(text), **options)["input_ids"]}
+        return {"input_ids": self.tokenizer(list(text), add_special_tokens=add_special_tokens, **options)["input_ids"]}
 
     def save_pretrained(self, path: Path | str) -> None:
         """Write the tokenizer."""
