@@ -53,8 +53,8 @@ class Inputs:
     """Objects by their names in the configuration."""
     models: dict[str, Any] = field(default_factory=dict)
     """Loaded models by the folder of their weights."""
-    owned: tuple[Any, Any] | None = None
-    """The loaded model that is trained, and its processor."""
+    owned: Any = None
+    """The loaded model that is trained."""
     lent: list[Any] = field(default_factory=list)
     """Loaded modules, of a pipeline its parts."""
 
@@ -139,7 +139,7 @@ def take_model(inputs: Inputs, model: Any) -> None:
             )
         name = given.MODEL
         inputs.objects[name] = lambda: model
-        inputs.owned = (model, None)
+        inputs.owned = model
         inputs.set("model.kind", f"{GIVEN}:{name}")
         inputs.lent.append(model)
         # a plain module chooses one action at a time and only samples, unless it says otherwise
@@ -169,7 +169,7 @@ def _take_network(inputs: Inputs, network: Any, processor: Any = None) -> None:
         network.load_state_dict(type(network).from_pretrained(str(folder), dtype=network.dtype).state_dict())
 
     _take_saved(inputs, network, save, restore, [network])
-    inputs.owned = (network, processor)
+    inputs.owned = network
     dtype = str(network.dtype).removeprefix("torch.")
     inputs.set("model.dtype", dtype)
 
@@ -193,7 +193,7 @@ def _take_pipeline(inputs: Inputs, pipeline: Any) -> None:
             part.load_state_dict(saved.state_dict())
 
     _take_saved(inputs, pipeline, lambda folder: pipeline.save_pretrained(str(folder)), restore, parts.values())
-    inputs.owned = (pipeline, None)
+    inputs.owned = pipeline
     # of what is trained: others keep their decoder in float32
     network = next((parts[name] for name in ("transformer", "unet") if name in parts), pipeline)
     inputs.set("model.dtype", str(network.dtype).removeprefix("torch."))

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mmrl.api.methods import is_pipeline
+from mmrl.api.methods import is_network, is_pipeline
 from mmrl.errors import UserError, require_packages
 from mmrl.workers import given
 
@@ -77,7 +77,7 @@ class Run:
     Args:
         folder: of the run.
         objects: functions and classes by the names under which the configuration has them.
-        owned: the loaded model that was given, and its processor; it has the weights of the last step.
+        owned: the loaded model that was given; it has the weights of the last step.
     """
 
     def __init__(self, folder: Path | str, objects: Mapping[str, Any] | None = None, owned: Any = None) -> None:
@@ -193,7 +193,7 @@ class Run:
         """
         if self._owned is None:
             return self._loaded[0]
-        return self._merged(self._owned[0]) if is_pipeline(self._owned[0]) else self._owned[0]
+        return self._merged(self._owned) if is_pipeline(self._owned) else self._owned
 
     def _merged(self, pipeline: Any) -> Any:
         """A pipeline that can be saved: diffusers would write adapters that it cannot read."""
@@ -203,10 +203,18 @@ class Run:
         family = find_family(type(pipeline).__name__, self.config.model.family)
         return merged_pipeline(pipeline, family.settings)
 
-    @property
+    @cached_property
     def processor(self) -> Any:
-        """Processor or tokenizer of a transformers model; None for other models."""
-        found = (self._owned or self._loaded)[1]
+        """Processor or tokenizer of a transformers model, with the settings of the run; None for other models."""
+        if self._owned is None:
+            found = self._loaded[1]
+        elif is_network(self._owned):
+            from mmrl.runs.export import chosen_checkpoint
+            from mmrl.vlm.model.processor import load_processor
+
+            found = load_processor(str(chosen_checkpoint(self.folder) / "model"))
+        else:
+            return None
         # the suite's own wrapper of a language model's tokenizer
         return getattr(found, "tokenizer", found) if type(found).__module__.startswith("mmrl.") else found
 

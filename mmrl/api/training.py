@@ -116,7 +116,7 @@ def train(
         _compare_objects(folder, objects, resume)
         with undisturbed(inputs.lent, trains=True), given.having(inputs.objects, inputs.models):
             train_recipe(inputs.entry, config, resume=resume)
-            owned = inputs.owned and (given.trained(inputs.owned[0]), inputs.owned[1])
+            owned = given.trained(inputs.owned)
     return Run(folder, inputs.objects, owned)
 
 

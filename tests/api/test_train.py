@@ -1,5 +1,6 @@
 import functools
 import inspect
+import io
 import json
 import logging
 import os
@@ -16,7 +17,7 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
 from mmrl import Run, compare, evaluate, train
 from mmrl.api.comparing import _arguments
@@ -27,6 +28,7 @@ from mmrl.config import load_run
 from mmrl.errors import RunStopped, UserError
 from mmrl.runs.tracking import Tracker
 from mmrl.vlm.model.network import processor_folder, resolve_model
+from mmrl.vlm.toy.tiny import build_tiny_vlm
 from mmrl.vlm.toy.tiny_generic import build_tiny_generic
 from mmrl.workers import given
 from mmrl.workers.loading import LoadError, find_function
@@ -209,6 +211,17 @@ def test_adapters_in_a_loaded_model_can_be_saved(folder, tmp_path):
             call(model=model, output_dir=tmp_path / "other")
 
 
+def test_the_processor_of_a_run_has_its_settings(tmp_path):
+    path = build_tiny_vlm(tmp_path / "model", corpus=["say 1"], hidden=24, layers=1, heads=2, kv_heads=1)
+    model = AutoModelForImageTextToText.from_pretrained(path), AutoProcessor.from_pretrained(path)
+    before = dict(model[1].image_processor.size)
+    rows = [{"prompt": "say 1", "image": Image.new("RGB", (60, 60)), "answer": "1"}] * 2
+    more = SMALL | {"steps": 1, "max_pixels": 3136, "options": {"model.min_pixels": 784}}
+    run = train("grpo", model=model, data=rows, reward=length, output_dir=tmp_path / "run", **more)
+    assert run.processor.image_processor.size["longest_edge"] == 3136
+    assert dict(model[1].image_processor.size) == before
+
+
 def test_a_frozen_model_is_not_trained(folder, tmp_path):
     network = AutoModelForCausalLM.from_pretrained(folder).requires_grad_(False)
     model = (network, AutoTokenizer.from_pretrained(folder))
@@ -383,6 +396,30 @@ def test_images_of_rows_are_those_of_their_files(tmp_path, monkeypatch):
     assert [item.get("path", item.get("text")) for item in nested["prompt"][0]["content"]] == [absolute, "photo.png"]
     with pytest.raises(UserError, match=r"train\[0\]\['image'\] has mode F"):
         place([{"image": Image.new("F", (2, 2))}], tmp_path, "train")
+
+
+def test_arrays_in_columns_of_images_are_images(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pixels = np.arange(30, dtype=np.uint8).reshape(2, 5, 3)
+    clear = np.concatenate([pixels, np.zeros((2, 5, 1), np.uint8)], 2)
+    Image.fromarray(pixels).save("photo.png")
+    bitmap = io.BytesIO()
+    Image.fromarray(pixels).save(bitmap, "BMP")
+    images = [pixels[..., 0], pixels[..., :1], clear, bitmap.getvalue(), {"bytes": bitmap.getvalue()}]
+    rows = [{"images": images, "video": np.stack([pixels] * 2)}, {"images": np.array(["photo.png"], object)}]
+    first, second = map(json.loads, Path(place(rows, tmp_path / "data", "train")).read_text().splitlines())
+    made = [Image.open(tmp_path / "data" / path).convert("RGB") for path in (*first["images"], *first["video"])]
+    assert [image.size for image in made] == [(5, 2)] * 7
+    assert made[0].getpixel((1, 0)) == (3, 3, 3)
+    assert made[2].getpixel((1, 0)) == (255, 255, 255)
+    assert second["images"] == [str(tmp_path / "photo.png")]
+    for wrong, words in (
+        (pixels / 255, r"has type float64; expected uint8, 0 to 255; if its values are in 0 to 1, multiply by 255"),
+        (pixels.transpose(2, 0, 1), r"has the shape \(3, 2, 5\); expected"),
+        (Image.new("RGB", (0, 5)), "is an image of 0 x 5 pixels"),
+    ):
+        with pytest.raises(UserError, match=rf"train\[0\]\['image'\].*{words}"):
+            place([{"image": wrong}], tmp_path, "train")
 
 
 def test_a_dry_run_plans_and_leaves_nothing(folder, tmp_path, monkeypatch):

@@ -59,8 +59,10 @@ def set_pixels(processor: Any, config: ModelConfig) -> None:
 
 def template_variables(processor: Any, config: ModelConfig, switch: str) -> dict[str, Any]:
     """Chat template variables for the settings; raises UserError if the template lacks one."""
-    # named with each call, since SmolVLM's processor takes another template than its own for videos
-    given = {} if config.chat_template is None else {"chat_template": processor.chat_template}
+    # for videos, SmolVLM's processor takes another template than its own unless one is named with each call; the
+    # released one shows no videos
+    own = type(processor).__name__ == "SmolVLMProcessor" and "video" in str(processor.chat_template)
+    given = {"chat_template": processor.chat_template} if own or config.chat_template is not None else {}
     if config.thinking is None:
         return given
     template = processor.chat_template or processor.tokenizer.chat_template

@@ -158,6 +158,8 @@ def test_videos_show_the_users_own_chat_template(tiny_generic, tmp_path):
     content = [{"type": "video"}, {"type": "text", "text": "What?"}]
     task = VlmTask(id="v", messages=[{"role": "user", "content": content}], videos=clips)
     assert policy.encode(task).text == "<video>What? Own:"
+    policy.save_pretrained(tmp_path / "saved")
+    assert load_policy(ModelConfig(path=str(tmp_path / "saved"))).encode(task).text == "<video>What? Own:"
 
 
 class OneTensor:
