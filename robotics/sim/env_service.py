@@ -112,7 +112,9 @@ class EnvService:
         self._recent = recent.RecentObservations(0)
         self._views: Sequence[str] = tuple(getattr(env, "views", ())) if images else ()
         if images and env.image_size is None:
-            others = "".join(f", and {name} is {space}, no image" for name, space in getattr(env, "left_out", {}).items())
+            others = "".join(
+                f", and {name} is {space}, no image" for name, space in getattr(env, "left_out", {}).items()
+            )
             raise gym_adapter.EnvError(
                 getattr(env, "image_problem", "")
                 or f"images were requested, but the environment renders none{others}; create it with "

@@ -161,8 +161,8 @@ class GymRow:
         found = self._env.reset(**arguments)
         if not isinstance(found, tuple) or len(found) != 2:
             raise EnvError(
-                f"reset of {self._name} returned {type(found).__name__}; expected (observation, info), as in Gymnasium, "
-                "whose `step` returns (observation, reward, terminated, truncated, info)"
+                f"reset of {self._name} returned {type(found).__name__}; expected (observation, info) as in Gymnasium, "
+                "where `step` returns (observation, reward, terminated, truncated, info)"
             )
         self._observation, info = found
         self._info = info if isinstance(info, Mapping) else {}
