@@ -491,9 +491,9 @@ def _split_keys(
             raise EnvError(f"observations are {space}; state_keys and image_key only apply to a Dict")
         stacked = not _has_channels(space) and len(space.shape or ()) > 2 and np.dtype(space.dtype) == np.uint8
         if stacked or not _is_numeric(space):
-            images = "one image, " if stacked else ""
+            single = "one image, " if stacked else ""
             raise EnvError(
-                f"observations are {space}; expected {images}a Box or another array of numbers, or a Dict of them. "
+                f"observations are {space}; expected {single}a Box or another array of numbers, or a Dict of them. "
                 "Wrap the environment so that each part is an entry of a Dict"
             )
         return None, "" if _has_channels(space) else None, {}
