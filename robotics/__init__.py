@@ -35,11 +35,8 @@ _NAMES = {
     "robotics.methods.video_encoder": ("VideoEncoder", "train_video_encoder"),
     "robotics.offpolicy.presets": (
         "RobotDsrlConfig",
-        "RobotDsrlRecipe",
         "RobotResidualConfig",
-        "RobotResidualRecipe",
         "RobotRlpdConfig",
-        "RobotRlpdRecipe",
     ),
     "robotics.offpolicy.sac": ("RobotSacConfig", "RobotSacRecipe"),
     "robotics.offpolicy.sac_learner": ("SacLearner", "SacSettings"),

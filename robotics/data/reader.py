@@ -141,7 +141,8 @@ class LeRobotReader:
         if version != VERSION:
             raise UserError(
                 f"{self.folder} has codebase_version {version}; this reads {VERSION}. lerobot converts v2.1 with "
-                "python -m lerobot.datasets.v30.convert_dataset_v21_to_v30"
+                "python -m lerobot.scripts.convert_dataset_v21_to_v30 (lerobot.datasets.v30.convert_dataset_v21_to_v30 "
+                "before 0.5.1)"
             )
         self.info: dict[str, Any] = check_info(content, self.folder / INFO_PATH)
         """Content of `meta/info.json`."""

@@ -109,6 +109,8 @@ LOGGER = logging.getLogger("mmrl")
 LEVELS = ("token", "chunk")
 DRAWING = ("tabletop", "gymnasium")
 """Simulators that support `sim.randomization`."""
+ENOUGH = 8
+"""Number of solved episodes, and of others, whose rewards are compared."""
 SHOWN_TASKS = 12
 """Maximum number of tasks for which success is reported per task in every step."""
 
@@ -354,6 +356,7 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         self.objective = self.make_objective()
         self.open(config, policy, sim)
         self._starts_differ = False
+        self._earned: dict[bool, list[float]] | None = {True: [], False: []}
         self.old = OldPolicy(self.policy) if "kl_old" in self.objective.needs else None
         self.terms = [] if self.old is None else [self.old]
 
@@ -408,6 +411,24 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         """Rollouts of finished episodes, whose groups are `group` (B,)."""
         return pack_episodes(episodes, group, policy, self.config.logp_level)
 
+    def _note_earnings(self, earned: dict[bool, list[float]], payload: EpisodePayload, reward: Tensor) -> None:
+        """Say once if solved episodes earn less than others, as where a success ends the pay of every step."""
+        rows = zip(*(part.tolist() for part in to_host([payload.success, payload.failed, reward])), strict=True)
+        for success, failed, value in rows:
+            if not failed and math.isfinite(value):
+                earned[success].append(value)
+        if min(map(len, earned.values())) < ENOUGH:
+            return
+        solved, others = (sum(earned[success]) / len(earned[success]) for success in (True, False))
+        if solved < others:
+            LOGGER.warning(
+                "solved episodes earned %.3g on average, and the others %.3g, so a policy learns to avoid success: it "
+                "ends an episode that would go on paying. Reward success by more, use rewards that are at most 0, or "
+                "set end_at_success: false in sim.options.settings",
+                *(solved, others),
+            )
+        self._earned = None
+
     @property
     def own_term(self) -> str:
         """Kind of the environment's own reward: a potential of the state if the simulator says so, else rewards."""
@@ -436,6 +457,8 @@ class RobotRecipe(RobotDomain, Recipe[ActionPolicy, Any]):
         # a failed episode has no reward, and without it the group's mean would be biased
         whole = ~_in_failed_group(rollouts.group, payload.failed)
         reward, terms = self.rewards(rollouts, step)
+        if self._earned is not None and self.own_term == "return" and payload.chunk_returns is not None:
+            self._note_earnings(self._earned, payload, reward)
         unknown = torch.full_like(reward, float("nan"))
         terms = {"success": payload.success.float(), **terms}
         return rollouts.replace(

@@ -17,7 +17,7 @@ from robotics.data import LeRobotReader
 from robotics.data.features import ACTION, EXECUTED, FULL_STATE, REWARD, STATE
 from robotics.episodes.dataset_fit import UNITS, check_state, in_simulator_units
 from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, check_finite, load_demonstrations
-from robotics.offpolicy.replay import DATASET, NEXT, read_records
+from robotics.offpolicy.replay import DATASET, INTERVENTION, NEXT, read_records
 from robotics.offpolicy.transitions import TransitionForm
 from robotics.sim.episodes import RobotSim
 
@@ -66,19 +66,26 @@ def prior_records(
     folder = expanded(config.path)
     # of a run or checkpoint, or of the dataset itself
     folder = folder / DATASET if (folder / DATASET).is_dir() else folder
-    if NEXT + STATE in LeRobotReader(folder).info["features"]:
+    reader = LeRobotReader(folder)
+    features = reader.info["features"]
+    if NEXT + STATE in features:
         if form.demonstrated:
             raise UserError(
                 f"sac.demo_bc imitates demonstrations, but {folder} is a replay, with the actions of a policy; set "
                 "sac.demo_bc=0, or prior.path to demonstrations"
             )
+        if form.watched != (INTERVENTION in features) and (form.watched or rewarded):
+            raise UserError(
+                f"prior.path: the replay {folder} {'lacks' if form.watched else 'has'} the rewards of an overseer's "
+                "interventions, unlike this run; set prior.path to demonstrations"
+            )
         check_state(str(folder), sim, accept_other)
-        records, episodes = read_records(folder, form), LeRobotReader(folder).episodes
+        records = read_records(folder, form)
         # the run that recorded it may have had other tasks, or the same ones in another order
-        texts = [episode["tasks"][0] for episode in episodes]
-        records["task"] = np.repeat(_numbers(folder, texts, sim), [episode["length"] for episode in episodes])
+        texts = [episode["tasks"][0] for episode in reader.episodes]
+        records["task"] = np.repeat(_numbers(folder, texts, sim), [episode["length"] for episode in reader.episodes])
     else:
-        records = _demonstrated(config, folder, form, sim, rewarded, accept_other)
+        records = _demonstrated(config, reader, form, sim, rewarded, accept_other)
     if not len(records):
         raise UserError(f"prior.path: {folder} has no transition")
     return records
@@ -95,14 +102,13 @@ def _numbers(folder: Path, texts: Sequence[str], sim: RobotSim) -> list[int]:
 
 def _demonstrated(
     config: PriorConfig,
-    folder: Path,
+    reader: LeRobotReader,
     form: TransitionForm,
     sim: RobotSim,
     rewarded: bool,
     accept_other: Collection[str],
 ) -> NDArray[np.void]:
-    reader = LeRobotReader(folder)
-    features = reader.info["features"]
+    folder, features = reader.folder, reader.info["features"]
     if rewarded and REWARD not in features:
         raise UserError(
             f"prior.path: the run learns from the environment's rewards, which {folder} does not store: it has no "

@@ -340,6 +340,11 @@ class RealTimeController:
         """Latency budget in milliseconds."""
         left = self._chunk_size - self.taken
         longest = 1000 * left / self.control_hz
+        if self._chunk_size == 1:
+            raise UserError(
+                "the policy's chunks have one control step, so the next one cannot be computed meanwhile; train it "
+                "with model.chunk above 1, or call `infer` in every control step of your own loop"
+            )
         if left < 1 or (declared or 0.0) > longest:
             raise UserError(
                 f"of the {self._chunk_size} control steps of a chunk, n_action_steps={self.taken} leave {left} for the "

@@ -112,10 +112,13 @@ class EnvService:
         self._recent = recent.RecentObservations(0)
         self._views: Sequence[str] = tuple(getattr(env, "views", ())) if images else ()
         if images and env.image_size is None:
+            others = "".join(
+                f", and {name} is {space}, no image" for name, space in getattr(env, "left_out", {}).items()
+            )
             raise gym_adapter.EnvError(
                 getattr(env, "image_problem", "")
-                or "images were requested, but the environment renders none; create it with render_mode='rgb_array', "
-                "or request no images (sim.image_size=0)"
+                or f"images were requested, but the environment renders none{others}; create it with "
+                "render_mode='rgb_array', or request no images (sim.image_size=0)"
             )
 
     def hello(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class GymRow:
         self.action_size = int(np.prod(env.action_space.shape))
         self.action_bounds = (self._low, self._high)
         # sizes of state and image are only known from an observation; a worker resets again before it steps
-        self._observation, _ = env.reset(seed=0)
+        self._begin(seed=0)
         self.state_size = len(self.state())
         self.state_names = self._state_names(state_keys is None)
         self.action_names = _listed_names(self._metadata, "action_names", self.action_size)
@@ -154,8 +154,17 @@ class GymRow:
                 raise EnvError(f"draw is {draw}, which is an option of reset; set the adapter's layout_options")
             options["draw"] = draw
         self._elapsed, self._resets_itself, self.executed, self.discarded = 0, False, None, False
-        # options stay None without layout_options: some environments reject unknown ones
-        self._observation, info = self._env.reset(seed=seed, options=options)
+        # no options without layout_options: some environments reject unknown ones, or take none at all
+        self._begin(seed=seed, **({} if options is None else {"options": options}))
+
+    def _begin(self, **arguments: Any) -> None:
+        found = self._env.reset(**arguments)
+        if not isinstance(found, tuple) or len(found) != 2:
+            raise EnvError(
+                f"reset of {self._name} returned {type(found).__name__}; expected (observation, info) as in Gymnasium, "
+                "where `step` returns (observation, reward, terminated, truncated, info)"
+            )
+        self._observation, info = found
         self._info = info if isinstance(info, Mapping) else {}
 
     def domain_draw(self) -> Mapping[str, Any]:
@@ -480,10 +489,12 @@ def _split_keys(
     if type(space).__name__ != "Dict":
         if state_keys is not None or image_key is not None:
             raise EnvError(f"observations are {space}; state_keys and image_key only apply to a Dict")
-        if not _is_numeric(space):
+        stacked = not _has_channels(space) and len(space.shape or ()) > 2 and np.dtype(space.dtype) == np.uint8
+        if stacked or not _is_numeric(space):
+            single = "one image, " if stacked else ""
             raise EnvError(
-                f"observations are {space}; expected a Box or another array of numbers, or a Dict of them. Wrap the "
-                "environment so that each part is an entry of a Dict"
+                f"observations are {space}; expected {single}a Box or another array of numbers, or a Dict of them. "
+                "Wrap the environment so that each part is an entry of a Dict"
             )
         return None, "" if _has_channels(space) else None, {}
     parts = space.spaces
@@ -539,7 +550,7 @@ def _inner_spaces(space: Any) -> list[Any]:
 def _horizon(asked: int | None, spec: Any) -> int:
     horizon = asked if asked is not None else getattr(spec, "max_episode_steps", None)
     if horizon is None or horizon < 1:
-        raise EnvError(f"horizon is {horizon}; the environment has no horizon of its own, so set one of at least 1")
+        raise EnvError(f"horizon is {horizon}; the environment has no horizon of its own, so set one of at least 1 (sim.horizon)")
     return int(horizon)
 
 

@@ -149,6 +149,31 @@ def test_the_seed_begins_an_episode_and_options_only_where_requested():
     assert arm.seen == {"seed": 78, "options": {"layout": 3, "split": "held_out"}}
 
 
+def test_an_environment_whose_reset_takes_no_options_begins():
+    class Plain(Arm):
+        def reset(self, *, seed=None):
+            return super().reset(seed=seed)
+
+    adapted = row(Plain())
+    adapted.reset("Plain", 3, "train", 3)
+    assert adapted.state_size == 3
+
+
+def test_a_reset_that_returns_the_observation_alone_is_named():
+    class Old(Arm):
+        def reset(self, **asked):
+            return super().reset(**asked)[0]
+
+    with pytest.raises(EnvError, match=r"reset of Old returned dict; expected \(observation, info\)"):
+        row(Old())
+
+
+@pytest.mark.parametrize("shape", [(8, 8, 12), (4, 8, 8, 3), (4, 8, 8)])
+def test_stacked_images_are_not_taken_for_a_state(shape):
+    with pytest.raises(EnvError, match="expected one image"):
+        row(Arm(spaces.Box(0, 255, shape, np.uint8)))
+
+
 def test_the_horizon_is_that_of_the_id_or_must_be_given():
     assert GymRow(gymnasium.make("Pendulum-v1")).horizon == 200
     assert GymRow(gymnasium.make("Pendulum-v1"), horizon=7).horizon == 7

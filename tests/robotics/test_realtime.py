@@ -228,6 +228,7 @@ def test_observations_are_copied(policy):
         ({}, {"mode": "rtc"}, "cannot continue chunks"),
         ({}, {"mode": "magic"}, "must be one of naive, blend, rtc"),
         ({}, {"n_action_steps": 6}, "leave 0 for the time"),
+        ({"actions": {"shape": [1, 2]}}, {}, "train it with model.chunk above 1"),
         ({}, {"latency_budget_ms": 500.0}, "the latency budget is 500 ms. Set a smaller n_action_steps"),
         ({"latency_budget_ms": 500.0}, {}, "the latency budget is 500 ms"),
     ],

@@ -135,6 +135,25 @@ def test_sparse_reward_and_potential(tmp_path):
         RobotGrpoRecipe(grpo(tmp_path, reward="return"))
 
 
+@pytest.mark.parametrize(("change", "warned"), [(0.0, 1), (-1.0, 0)])
+def test_success_that_earns_less_than_going_on_is_said_once(tmp_path, caplog, change, warned):
+    class Paying(LineSim):
+        potential_rewards = False
+
+        def step_chunk(self, actions, record=()):
+            result = super().step_chunk(actions, record)
+            result.rewards[:] += change
+            return result
+
+    config = grpo(tmp_path, reward="return")
+    recipe = RobotGrpoRecipe(config, sim=Paying())
+    for _ in range(3):
+        success = collected(recipe).payload.success
+        assert 0 < success.sum() < len(success)
+    said = [record.getMessage() for record in caplog.records if "learns to avoid success" in record.getMessage()]
+    assert len(said) == warned
+
+
 def test_chunks_weigh_as_much_as_their_time(tmp_path, monkeypatch):
     config = grpo(tmp_path, objective=ObjectiveConfig(preset="srpo", weight={"kind": "duration"}))
     clock = iter(range(10**6))

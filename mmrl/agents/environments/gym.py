@@ -270,9 +270,9 @@ class GymEnvironment:
 
     def reset(self, task: Mapping[str, Any], seed: int) -> tuple[Observation, Mapping[str, Any]]:
         """Start an episode; the task is passed as options."""
-        # an empty task is no option: some environments refuse options altogether
-        options = dict(task) if self._task_options and task else None
-        observation, info = self._env.reset(seed=seed, options=options)
+        # an empty task is no option: some environments refuse options, or take none at all
+        options = {"options": dict(task)} if self._task_options and task else {}
+        observation, info = self._env.reset(seed=seed, **options)
         # the first text of an episode is always shown
         self._text = ""
         return self._observe(observation), info

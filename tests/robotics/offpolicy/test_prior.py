@@ -1,5 +1,6 @@
 """Prior data of a run: its rewards, the instructions of its tasks, its units, and non-finite numbers."""
 
+import dataclasses
 import json
 
 import numpy as np
@@ -92,6 +93,20 @@ def test_the_tasks_of_another_runs_replay_are_those_of_its_instructions(tmp_path
     assert found["actions"].ravel().tolist() == [1, 1, -1, -1]
     with pytest.raises(UserError, match=r"has the instruction 'go right'; the tasks have \['go left'\]"):
         records(tmp_path / "replay", FLAT, OneWay())
+
+
+@pytest.mark.parametrize(("own", "given", "text"), [(False, True, "has"), (True, False, "lacks")])
+def test_rewards_of_interventions_and_of_the_environment_are_not_mixed(tmp_path, own, given, text):
+    form, other = (dataclasses.replace(FLAT, watched=watched) for watched in (own, given))
+    parts = np.zeros((3, 2), np.float32), np.zeros((3, 0), np.float32), np.ones((2, 1, 1), np.float32)
+    rest = np.zeros((2, 1), np.float32), np.ones(2, np.int32), 0, "go right", True, True
+    owner = np.zeros(2, np.bool_) if given else None
+    replay = Replay(tmp_path / "replay", other, 10)
+    replay.append([Experience(*parts, *rest, by_overseer=owner)])
+    replay.close()
+    with pytest.raises(UserError, match=f"{text} the rewards of an overseer's interventions, unlike this run"):
+        records(tmp_path / "replay", form, rewarded=not own)
+    assert own or len(records(tmp_path / "replay", form)) == 2  # of success alone
 
 
 def test_units_and_accepted_differences_are_options_of_prior(tmp_path):
