@@ -493,7 +493,7 @@ def _remove_nulls(schema: type[Any], values: Any, where: str) -> None:
 
 
 def _check_texts(hint: Any, node: Any, where: str) -> None:
-    """Refuse `yes` and `1e3`, which YAML reads as True and 1000.0, where an option or a part of it is a text."""
+    """Refuse `yes` and `1.10`, which YAML reads as True and 1.1, where an option or a part of it is a text."""
     from omegaconf import DictConfig, ListConfig
 
     if node is None or node._is_none() or node._is_missing() or node._is_interpolation():
@@ -509,8 +509,7 @@ def _check_texts(hint: Any, node: Any, where: str) -> None:
                 _check_texts(known.get(key, inner), node._get_node(key), f"{where}{name}")
     elif TEXTS.issuperset(options):
         value = node._value()
-        # some texts may be a number such as 0.4
-        if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
+        if isinstance(value, bool | float):
             raise UserError(f"'{where}' is a text, but YAML reads its value as {value!r}; write it in quotes")
 
 

@@ -268,6 +268,7 @@ def test_a_split_keeps_the_reference_that_it_inherits(write, monkeypatch):
         ("", "sampler.stop=[yes, no]", "'sampler.stop[0]' is a text, but YAML reads its value as True"),
         ("eval_data: {a: {split: 1e3}}\n", "seed=1", "'eval_data.a.split' is a text, but YAML reads its value as 1000"),
         ("", "output_dir=1e3", "'output_dir' is a text, but YAML reads its value as 1000.0"),
+        ("", "data.split=1.10", "'data.split' is a text, but YAML reads its value as 1.1; write it in quotes"),
         ("", "output_dir=0012", "YAML reads the value as 10; for a text write 'output_dir=\"0012\"'"),
         ("", "trainer.steps=010", "YAML reads the value as 8"),
         ("", "output_dir=12:30:45", "YAML reads the value as 45045"),
