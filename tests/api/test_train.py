@@ -336,8 +336,11 @@ def test_images_are_stored_once_by_their_content(tmp_path):
         place([{"f": length}], tmp_path, "train")
     with pytest.raises(UserError, match=r"train\[0\] is a int"):
         place([3], tmp_path, "train")
-    with pytest.raises(UserError, match="train has no rows"):
-        place([], tmp_path, "train")
+    with pytest.raises(UserError, match=r"train\[0\]: column 'prompt' contains U\+D83D, a lone surrogate"):
+        place([{"prompt": "\ud83d"}], tmp_path, "train")
+    for nothing in ([], datasets.Dataset.from_dict({"prompt": []})):
+        with pytest.raises(UserError, match="train has no rows"):
+            place(nothing, tmp_path, "train")
 
 
 def test_a_data_frame_gives_its_rows(tmp_path):
