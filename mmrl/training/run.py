@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -147,7 +148,8 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
                 _report_evaluation(Path(config.output_dir), results)
             else:
                 # not rewritten here: it may have been written with the run's earlier stages
-                LOGGER.info("`mmrl report %s` adds this evaluation to the run's report", config.output_dir)
+                command = shlex.join(["mmrl", "report", config.output_dir])
+                LOGGER.info("`%s` adds this evaluation to the run's report", command)
         accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
 
