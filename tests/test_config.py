@@ -287,6 +287,17 @@ def test_values_that_would_be_misread_are_refused(write, text, override, message
     assert load_run(write(GOOD), ['output_dir="0012"', "data.split=1234567"])[1].data.split == "1234567"
 
 
+def test_files_of_a_runs_folder_are_found_where_it_was_moved(tmp_path):
+    old, new, elsewhere = tmp_path / "old run", tmp_path / "new run", tmp_path / "held.jsonl"
+    (new / "checkpoints").mkdir(parents=True)
+    changes = {"output_dir": str(old), "data": {"path": f"{old}/data/train.jsonl"}}
+    changes["eval_data"] = {"a": {"path": str(elsewhere)}, "b": {"path": f"{old}/data/b.jsonl"}}
+    (new / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(GOOD), changes)))
+    config = load_run(new / "config.yaml")[1]
+    paths = [part.path for part in (config.data, *config.eval_data.values())]
+    assert paths == [f"{new}/data/train.jsonl", str(elsewhere), f"{new}/data/b.jsonl"]
+
+
 @pytest.mark.parametrize("recipe", list(RECIPES))
 def test_a_split_whose_name_no_file_can_have_is_refused(recipe):
     config = RECIPES[recipe].load_defaults()
