@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import io
 import json
+import os
 import re
 import typing
 from collections.abc import Mapping
@@ -279,6 +280,7 @@ def _read_yaml(path: Path, parents: tuple[Path, ...]) -> Any:
         raise UserError(f"{path} contains a list; expected keys and values")
     if stored:
         drop_gone(content)
+        content = _followed(content, path.parent.absolute())
     try:
         base = content.pop("extends", None)
         if base is None:
@@ -315,6 +317,25 @@ def _check_numbers(text: str, path: Path) -> None:
                 f"{path}, line {event.start_mark.line + 1}: YAML reads {event.value} as another number, in base 8 or "
                 "60; write a text in quotes, and a number in decimal digits"
             )
+
+
+def _followed(stored: Any, folder: Path) -> Any:
+    """A run's configuration in which files of its own folder, such as rows from Python, are where the folder is now."""
+    from omegaconf import OmegaConf
+
+    old = str(OmegaConf.to_container(stored).get("output_dir"))  # type: ignore[union-attr]
+
+    def found(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: found(part) for key, part in value.items()}
+        if isinstance(value, list):
+            return [found(part) for part in value]
+        inside = isinstance(value, str) and value.startswith(f"{old}/") and not os.path.exists(value)
+        gone = inside and ".py:" not in value  # code is allowed by its place
+        return f"{folder}{value.removeprefix(old)}" if gone else value
+
+    is_moved = Path(old).is_absolute() and Path(old) != folder
+    return OmegaConf.create(found(OmegaConf.to_container(stored))) if is_moved else stored
 
 
 def drop_gone(stored: Any) -> None:
@@ -493,7 +514,7 @@ def _remove_nulls(schema: type[Any], values: Any, where: str) -> None:
 
 
 def _check_texts(hint: Any, node: Any, where: str) -> None:
-    """Refuse `yes` and `1e3`, which YAML reads as True and 1000.0, where an option or a part of it is a text."""
+    """Refuse `yes` and `1.10`, which YAML reads as True and 1.1, where an option or a part of it is a text."""
     from omegaconf import DictConfig, ListConfig
 
     if node is None or node._is_none() or node._is_missing() or node._is_interpolation():
@@ -509,8 +530,7 @@ def _check_texts(hint: Any, node: Any, where: str) -> None:
                 _check_texts(known.get(key, inner), node._get_node(key), f"{where}{name}")
     elif TEXTS.issuperset(options):
         value = node._value()
-        # some texts may be a number such as 0.4
-        if isinstance(value, bool) or (isinstance(value, float) and value.is_integer()):
+        if isinstance(value, bool | float):
             raise UserError(f"'{where}' is a text, but YAML reads its value as {value!r}; write it in quotes")
 
 

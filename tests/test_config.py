@@ -268,6 +268,7 @@ def test_a_split_keeps_the_reference_that_it_inherits(write, monkeypatch):
         ("", "sampler.stop=[yes, no]", "'sampler.stop[0]' is a text, but YAML reads its value as True"),
         ("eval_data: {a: {split: 1e3}}\n", "seed=1", "'eval_data.a.split' is a text, but YAML reads its value as 1000"),
         ("", "output_dir=1e3", "'output_dir' is a text, but YAML reads its value as 1000.0"),
+        ("", "data.split=1.10", "'data.split' is a text, but YAML reads its value as 1.1; write it in quotes"),
         ("", "output_dir=0012", "YAML reads the value as 10; for a text write 'output_dir=\"0012\"'"),
         ("", "trainer.steps=010", "YAML reads the value as 8"),
         ("", "output_dir=12:30:45", "YAML reads the value as 45045"),
@@ -284,6 +285,17 @@ def test_values_that_would_be_misread_are_refused(write, text, override, message
         load_run(write(GOOD + text), [override])
     assert message in str(error.value)
     assert load_run(write(GOOD), ['output_dir="0012"', "data.split=1234567"])[1].data.split == "1234567"
+
+
+def test_files_of_a_runs_folder_are_found_where_it_was_moved(tmp_path):
+    old, new, elsewhere = tmp_path / "old run", tmp_path / "new run", tmp_path / "held.jsonl"
+    (new / "checkpoints").mkdir(parents=True)
+    changes = {"output_dir": str(old), "data": {"path": f"{old}/data/train.jsonl"}}
+    changes["eval_data"] = {"a": {"path": str(elsewhere)}, "b": {"path": f"{old}/data/b.jsonl"}}
+    (new / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.merge(OmegaConf.create(GOOD), changes)))
+    config = load_run(new / "config.yaml")[1]
+    paths = [part.path for part in (config.data, *config.eval_data.values())]
+    assert paths == [f"{new}/data/train.jsonl", str(elsewhere), f"{new}/data/b.jsonl"]
 
 
 @pytest.mark.parametrize("recipe", list(RECIPES))

@@ -14,6 +14,7 @@ from mmrl.errors import UserError
 from mmrl.files import is_file, replaced, write_atomically
 from mmrl.hub.foreign import MalformedError, as_image, to_rgb
 from mmrl.hub.images import upright
+from mmrl.hub.tables import quiet_datasets, unusable_text
 
 HELD_OUT = "heldout"
 """Name of held-out rows that are passed without a name."""
@@ -77,9 +78,9 @@ def _saved(data: Any, folder: Path, name: str) -> str:
         raise UserError(f"{name} is a {type(data).__name__} of datasets; pass one Dataset ({kinds})")
     if data.format["type"] == "custom":
         raise UserError(f"{name} has a transform that changes rows when they are read; apply it with data.map")
+    if not len(data):
+        raise UserError(f"{name} has no rows")
     import datasets
-
-    from mmrl.hub.tables import quiet_datasets
 
     with quiet_datasets(datasets):
         if stored := _stored_folder(data, datasets):
@@ -111,6 +112,8 @@ def _line(row: Any, where: str, folder: Path) -> str:
             f"{where} is a {type(row).__name__}; a row must be a dict such as {{'prompt': 'What is 2 + 2?'}}"
         )
     cells = {str(name): _cell(value, f"{where}[{name!r}]", folder, name in MEDIA) for name, value in row.items()}
+    if problem := unusable_text(cells):
+        raise UserError(f"{where}: {problem}")
     return json.dumps(cells, ensure_ascii=False) + "\n"
 
 

@@ -12,6 +12,7 @@ import importlib
 import itertools
 import json
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -98,7 +99,7 @@ def _run_training(args: argparse.Namespace, supervised_only: bool) -> int:
         raise UserError("--gpu-memory requires --dry-run")
     entry, config = load_run(args.config, args.overrides)
     if not entry.trains:
-        raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate {args.config}`")
+        raise UserError(f"{args.config}: '{entry.name}' only evaluates; use `mmrl evaluate` for it")
     if supervised_only and not entry.supervised:
         raise UserError(f"{args.config}: recipe '{entry.name}' learns from rewards; use `mmrl train` for it")
     output_folder(config.output_dir, "output_dir")  # before processes start that would all say so
@@ -278,7 +279,7 @@ def init(args: argparse.Namespace) -> int:
     device = args.device or ("cuda" if load_target("torch:cuda").is_available() else "cpu")
     for line in write_starter(args.name, file, args.model, args.data, args.reward, device, force=args.force):
         say(line)
-    say(f"check it with: mmrl train {file} --dry-run")
+    say(f"check it with: {shlex.join(['mmrl', 'train', str(file), '--dry-run'])}")
     return 0
 
 

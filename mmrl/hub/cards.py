@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.errors import UserError
-from mmrl.files import LARGEST_YAML, expanded, is_file, parse_json, parse_yaml, read_lines, read_text, write_atomically
+from mmrl.files import LARGEST_YAML, expanded, parse_json, parse_yaml, read_lines, read_text, write_atomically
 
 CARD = "README.md"
 MARK = "<!-- Written by mmrl, which keeps it up to date; without this line it is yours. -->"
@@ -53,7 +53,8 @@ def portable(value: Any, key: str = "") -> Any:
     if SECRET.search(key.lower()) and value:
         return "removed"
     is_path = value.startswith(("/", "~/", "file:")) and not re.search(r"\s", value.partition("/")[2])
-    return value.rstrip("/").rpartition("/")[2] if is_path or (os.path.isabs(value) and is_file(value)) else value
+    is_path = is_path or (os.path.isabs(value) and os.path.exists(value))  # with a space in its name
+    return value.rstrip("/").rpartition("/")[2] if is_path else value
 
 
 def without_paths(text: str) -> str:

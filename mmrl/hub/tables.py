@@ -204,10 +204,12 @@ def check_split(path: str, split: str, subset: str | None) -> None:
 
 
 def _missing(file: Path) -> str:
-    if not file.parent.is_dir():
-        return f"file not found: {file} (the folder {file.parent} does not exist either); {PUBLISHED}"
-    names = sorted(entry.name for entry in file.parent.iterdir() if not entry.name.startswith("."))
-    listed = f"the folder contains: {', '.join(names[:12]) or 'nothing'}"
+    # absolute: a relative path starts from the working directory, which may not be the one that was meant
+    folder = file.parent.absolute()
+    if not folder.is_dir():
+        return f"file not found: {file} (the folder {folder} does not exist either); {PUBLISHED}"
+    names = sorted(entry.name for entry in folder.iterdir() if not entry.name.startswith("."))
+    listed = f"the folder {folder} contains: {', '.join(names[:12]) or 'nothing'}"
     return f"file not found: {file}; {did_you_mean(file.name, names)}{listed}"
 
 
@@ -234,11 +236,11 @@ def _json_row(line: bytes, place: str) -> DataRow:
 
 def _object_row(value: Any, place: str) -> DataRow:
     if isinstance(value, dict):
-        return DataRow(place, value, _unusable_text(value))
+        return DataRow(place, value, unusable_text(value))
     return DataRow(place, {}, f'expected an object like {{"prompt": ...}}, found {type(value).__name__}')
 
 
-def _unusable_text(cells: dict[str, Any]) -> str | None:
+def unusable_text(cells: dict[str, Any]) -> str | None:
     """Describe a column whose text cannot be written to a file; None if there is none."""
     for name, cell in cells.items():
         # texts inside lists and objects too

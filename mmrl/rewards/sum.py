@@ -111,11 +111,12 @@ class Term(ABC):
         if len(good) == len(batch) and not self._warned:
             self._warned = True
             LOGGER.warning(
-                "reward %s: the call with all %d rows failed, but separate calls succeeded: %s; set rows: "
-                "together if it compares rows, otherwise rows: independent",
+                "reward %s: the call with all %d rows failed, but separate calls succeeded: %s; %s if it compares "
+                "rows, otherwise set rows: independent",
                 self.config.name,
                 len(batch),
                 first.message,
+                "raise timeout_s" if first.kind == "timeout" else "set rows: together",
             )
         # a joint call that hung would hang again, and cost its whole limit
         again = self.call_together(batch.select(good)) if first.kind != "timeout" and len(good) > 1 else first

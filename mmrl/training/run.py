@@ -8,6 +8,7 @@ import itertools
 import json
 import logging
 import os
+import shlex
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -147,7 +148,8 @@ def evaluate(entry: Any, config: Any, run_dir: Path | None = None) -> dict[str, 
                 _report_evaluation(Path(config.output_dir), results)
             else:
                 # not rewritten here: it may have been written with the run's earlier stages
-                LOGGER.info("`mmrl report %s` adds this evaluation to the run's report", config.output_dir)
+                command = shlex.join(["mmrl", "report", config.output_dir])
+                LOGGER.info("`%s` adds this evaluation to the run's report", command)
         accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
         return {f"{split}/{name}": value for split, found in results.items() for name, value in found.metrics.items()}
 
@@ -367,6 +369,7 @@ def _train(
             trainer.resume(**options)
         if main:  # only now: a resume that is refused leaves the configuration as it was
             _save_config(run_dir, config)
+            _warn_of_shared(recipe)
             logged.write_to(run_dir, lambda: trainer.step, keep=resume)
         # the others wait until the configuration is written
         accelerator.wait_for_everyone()
@@ -375,6 +378,20 @@ def _train(
             # by name: the report reads runs and is in a layer above training
             load_target(WRITE_REPORT)(run_dir)
         accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
+
+
+def _warn_of_shared(recipe: Recipe[Any, Any]) -> None:
+    """Warn of held-out tasks that are trained on, as far as tasks tell their `question`."""
+    splits = {name: [getattr(task, "question", "") for task in tasks] for name, tasks in recipe.eval_tasks.items()}
+    # a few of many: training sets may be large
+    held_out = {question for questions in splits.values() for question in questions if question}
+    trained = held_out & {getattr(task, "question", "") for task in recipe.train_tasks} if held_out else set()
+    for name, questions in splits.items():
+        if shared := sum(question in trained for question in questions):
+            LOGGER.warning(
+                "eval_data.%s: %d of its %d tasks are also training tasks, so that it does not measure unseen ones",
+                *(name, shared, len(questions)),
+            )
 
 
 def _start_from_checkpoint(config: Any, folder: Path) -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import threading
+import urllib.request
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,9 @@ def test_a_reply_has_what_clients_read(endpoint):
     assert whole["choices"][0]["delta"] == message | {"tool_calls": [{"index": 0, **call}]}
     assert end["choices"][0] == {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
     assert usage["usage"] == found["usage"]
+    # many clients ask for the models first
+    with urllib.request.urlopen(f"{endpoint.base_url}/models") as listed:
+        assert [model["id"] for model in json.load(listed)["data"]] == ["policy"]
 
 
 def test_requests_without_the_key_of_the_episode_are_refused(endpoint):

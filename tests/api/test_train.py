@@ -349,8 +349,11 @@ def test_images_are_stored_once_by_their_content(tmp_path):
         place([{"f": length}], tmp_path, "train")
     with pytest.raises(UserError, match=r"train\[0\] is a int"):
         place([3], tmp_path, "train")
-    with pytest.raises(UserError, match="train has no rows"):
-        place([], tmp_path, "train")
+    with pytest.raises(UserError, match=r"train\[0\]: column 'prompt' contains U\+D83D, a lone surrogate"):
+        place([{"prompt": "\ud83d"}], tmp_path, "train")
+    for nothing in ([], datasets.Dataset.from_dict({"prompt": []})):
+        with pytest.raises(UserError, match="train has no rows"):
+            place(nothing, tmp_path, "train")
 
 
 def test_a_data_frame_gives_its_rows(tmp_path):
@@ -467,6 +470,7 @@ def test_warnings_of_a_later_evaluation_are_those_of_the_run_too(folder, tmp_pat
     data = {"data": ROWS, "eval_data": ROWS[:2], "reward": length}
     run = train("grpo", model=folder, output_dir=tmp_path / "run", **data, **SMALL | {"steps": 1})
     before = [row["message"] for row in run.warnings]
+    assert any("eval_data.heldout: 2 of its 2 tasks are also training tasks" in message for message in before)
     monkeypatch.setattr(runs, "evaluation_of", warned)
     evaluate(run)
     after = " ".join(row["message"] for row in Run(run.folder).warnings)

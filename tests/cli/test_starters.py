@@ -14,9 +14,11 @@ RECIPES = {"grpo": "vlm", "text": "vlm", "robot": "robot_clone", "screens": "aep
 
 @pytest.mark.parametrize("name", STARTERS)
 def test_a_starter_loads_as_it_is(name, tmp_path, capsys):
-    file = tmp_path / "mine.yaml"
+    file = tmp_path / "my runs" / "mine.yaml"
+    file.parent.mkdir()
     assert main(["init", name, str(file)]) == 0
-    assert f"mmrl train {file} --dry-run" in capsys.readouterr().out
+    # a line for the shell
+    assert f"mmrl train '{file}' --dry-run" in capsys.readouterr().out
     entry, config = load_run(file)
     assert (entry.name, config.output_dir) == (RECIPES.get(name, name), "runs/mine")
 

@@ -82,14 +82,17 @@ def test_no_text_of_a_user_ends_its_place(text):
 
 
 def test_paths_of_the_machine_and_secrets_stay_behind(tmp_path):
+    (tmp_path / "my models/base").mkdir(parents=True)
     settings = {
         "path": str(tmp_path / "data.jsonl"),
+        "model": str(tmp_path / "my models/base"),
         "reward": "/home/me/rewards.py:score",
         "kept": ["Qwen/Qwen2.5-VL-3B-Instruct", "runs/x", "/no_think {{ content }}"],
         "options": {"api_key": "abc", "prompt_key": "question"},
     }
     assert portable(settings) == {
         "path": "data.jsonl",
+        "model": "base",
         "reward": "rewards.py:score",
         "kept": settings["kept"],
         "options": {"api_key": "removed", "prompt_key": "question"},

@@ -86,7 +86,7 @@ def test_a_function_that_compares_rows_is_given_all_that_can_be_scored(make):
     assert result.errors == {"mine/raised": 1}
 
 
-def test_what_the_first_call_raised_is_what_is_shown(make, caplog):
+def test_what_the_first_call_raised_is_what_is_shown(make, hanging, caplog):
     _, result = score(make("raises_for_the_batch"))
     assert result.errors == {"mine/raised": 4}
     assert "KeyError: 'no judge'" in result.examples["mine/raised"]
@@ -99,6 +99,10 @@ def test_what_the_first_call_raised_is_what_is_shown(make, caplog):
     assert values == [1.0] * 4
     assert "all 4 rows failed, but separate calls succeeded: ValueError: one at a time" in caplog.text
     assert "rows: together" in caplog.text
+    # a function that is only slow would lose every row with rows: together
+    with caplog.at_level("WARNING", logger="mmrl"):
+        score(make("hangs_for_several", timeout_s=1.0))
+    assert "raise timeout_s if it compares rows" in caplog.text
 
 
 @pytest.mark.parametrize("isolate", [True, False])

@@ -30,6 +30,12 @@ def hang():
     time.sleep(600)
 
 
+def hangs_for_several(prompts, completions, **columns):
+    if len(completions) > 1:
+        hang()
+    return [1.0]
+
+
 def hangs_on_bad(prompts, completions, **columns):
     if "bad" in completions:
         hang()

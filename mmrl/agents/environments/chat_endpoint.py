@@ -31,7 +31,7 @@ from mmrl.hub.foreign import MalformedError, as_image
 if TYPE_CHECKING:
     import numpy as np
 
-PATH = "/v1/chat/completions"
+PATH, MODELS = "/v1/chat/completions", "/v1/models"
 ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 """Roles of the API, and what chat templates call them."""
 MAX_BODY_BYTES = 256 << 20
@@ -270,8 +270,11 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def do_GET(self) -> None:
-        """Refuse; there is nothing to read."""
-        self._refuse(404, f"there is no {self.path}; the policy answers POST {PATH}")
+        """List the policy, which clients ask for; any other name of a model means it too."""
+        if self.path.partition("?")[0] != MODELS:
+            return self._refuse(404, f"there is no {self.path}; the policy answers POST {PATH}")
+        model = {"id": "policy", "object": "model", "created": 0, "owned_by": "mmrl"}
+        return self._write(200, json.dumps({"object": "list", "data": [model]}).encode())
 
     def log_message(self, format: str, *args: Any) -> None:
         """Log nothing: errors are in the replies."""

@@ -87,7 +87,7 @@ class DigirlSettings(BuiltPath):
         only_with(bounded(0.5, at_least=0, at_most=1), method="digirl", step_filter=True, advantage="paper")
     )
     """Weight of the final reward in the paper's advantage; raised to the number of steps until the end."""
-    threshold: str = rare(only_with("auto", method="digirl", step_filter=True))
+    threshold: str | int | float = rare(only_with("auto", method="digirl", step_filter=True))
     """Threshold that the advantage of a step must exceed: 1/H (H is the number of steps in its episode), a number, or
     auto (1/H for the paper's advantage, 0 for the code's)."""
     step_filter: bool = rare(only_with(True, method="digirl"))
@@ -118,7 +118,7 @@ class DigirlSettings(BuiltPath):
     def step_rule(self) -> str:
         """The threshold of steps without auto."""
         automatic = "1/H" if self.advantage == "paper" else "0"
-        return automatic if self.threshold == "auto" else self.threshold
+        return automatic if self.threshold == "auto" else str(self.threshold)
 
     def validate(self) -> None:
         """Check that the options fit together; raises ValueError."""

@@ -312,7 +312,7 @@ def test_text_only_can_be_allowed_or_forbidden(folder):
     ("options", "message"),
     [
         ({}, "path is not set"),
-        ({"path": "dat.jsonl"}, "did you mean 'data.jsonl'"),
+        ({"path": "dat.jsonl"}, "did you mean 'data.jsonl'.*the folder /.* contains: "),
         ({"path": "nowhere/at/all.jsonl"}, "does not exist either.*docs/data.md"),
         ({"path": "red.png"}, r"unknown extension '.png'; expected .jsonl, .json, .parquet"),
         ({"path": "empty.jsonl"}, "is empty"),
