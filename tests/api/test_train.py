@@ -228,6 +228,9 @@ def test_a_pipeline_keeps_its_precision_and_a_measurement_adds_no_adapters(tmp_p
     monkeypatch.setattr("mmrl.api.training._measured", lambda inputs, _: found.append(inputs.values["model"]))
     evaluate(pipeline, ["a red circle"], "jpeg_incompressibility", output_dir=tmp_path / "run")
     assert (found[0]["dtype"], found[0]["lora"]) == ("bfloat16", {"enabled": False})
+    freed = {"free_text_encoders": True, "heldout_rewards": [{"name": "jpeg_compressibility"}]}
+    with pytest.raises(UserError, match="the pipeline was passed loaded"):
+        train("awm", model=pipeline, data=["a red circle"], reward="ocr", output_dir=tmp_path / "freed", **freed)
     pipeline.transformer.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"]))
     with pytest.raises(UserError, match="model already has adapters"):
         train("awm", model=pipeline, data=["a red circle"], output_dir=tmp_path / "other")
