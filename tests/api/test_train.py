@@ -236,6 +236,24 @@ def test_a_pipeline_keeps_its_precision_and_a_measurement_adds_no_adapters(tmp_p
         train("awm", model=pipeline, data=["a red circle"], output_dir=tmp_path / "other")
 
 
+def test_given_images_are_rows_like_others(tmp_path):
+    pytest.importorskip("diffusers")
+    from diffusion.data.captioned_images import ImageDataConfig, load_images
+    from diffusion.data.image_pairs import ImagePairConfig, load_pairs
+
+    red, blue = (Image.new("RGB", (8, 8), name) for name in ("red", "blue"))
+    for method, row in (
+        ("flow_pretrain", {"prompt": "red", "image": red}),
+        ("diffusion_dpo", {"prompt": "red", "chosen": red, "rejected": blue}),
+    ):
+        values = _inputs(method, tmp_path / method, False, None, [row], None, None, None, None, None, {}).values
+        if "images" in values:
+            found = load_images(ImageDataConfig(**values["images"]))[0].read()
+        else:
+            found = load_pairs(ImagePairConfig(**values["pairs"])).tasks[0].chosen()
+        assert found.tolist() == np.asarray(red).tolist()
+
+
 def test_splits_may_have_dots_and_evaluations_say_which_they_are(folder, tmp_path):
     held_out = {"math.hard": ROWS[:2]}
     inputs = _inputs("grpo", tmp_path / "run", False, folder, ROWS, held_out, length, None, 1, None, {})
