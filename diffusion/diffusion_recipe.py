@@ -400,7 +400,10 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
 
 
 def score_images(
-    rewards: RewardSum, tasks: Sequence[DiffusionTask], images: Sequence[Any], finite: Sequence[bool]
+    rewards: RewardSum,
+    tasks: Sequence[DiffusionTask],
+    images: np.ndarray | Sequence[np.ndarray],
+    finite: Sequence[bool],
 ) -> RewardResult:
     """Score B images uint8 (height, width, 3) with all rewards, optimised and held out.
 
