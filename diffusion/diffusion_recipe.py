@@ -400,9 +400,12 @@ class DiffusionRecipe(KeepsEvalAverage, DiffusionDomain, Recipe[DiffusionPolicy,
 
 
 def score_images(
-    rewards: RewardSum, tasks: Sequence[DiffusionTask], images: np.ndarray, finite: Sequence[bool]
+    rewards: RewardSum,
+    tasks: Sequence[DiffusionTask],
+    images: np.ndarray | Sequence[np.ndarray],
+    finite: Sequence[bool],
 ) -> RewardResult:
-    """Score images uint8 (B, height, width, 3) with all rewards, optimised and held out.
+    """Score B images uint8 (height, width, 3) with all rewards, optimised and held out.
 
     Rows that are not `finite` have no image and fail every term.
     """
@@ -411,7 +414,7 @@ def score_images(
     # the columns of all tasks: a reward's column does not go missing because no row with an image has it
     columns = {other: [task.columns.get(name) for task in kept] for name, other in _passed(tasks).items()}
     if rewards.reads(REFERENCE) and any(task.image for task in kept):
-        columns[REFERENCE] = _references(kept, images.shape[-3], images.shape[-2])
+        columns[REFERENCE] = _references(kept, *images[0].shape[-3:-1])
     # rewards see only rows with an image
     found = rewards.score([task.prompt for task in kept], [images[row] for row in rows], columns)
     return _with_missing(found, rows, len(finite))

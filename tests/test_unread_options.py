@@ -55,6 +55,7 @@ TEACHER = [*QUESTIONS, "teacher.path=t"]
         ),
         ("archer", AGENT, "reward.environment=2", None),
         ("awm", IMAGES, "awm.power=0.5", "awm.weighting=ghuber"),
+        ("awm", IMAGES, "sampler.negative_prompt=blurry", "sampler.eval_guidance=4"),
         ("awm", [*IMAGES, "awm.ema_coef=0"], "awm.ema_limit=0.5", "awm.off_policy=true"),
         ("robot_distil", ["teacher.path=t"], "distil.beta=0.0", "distil.divergence=1.0"),
     ],

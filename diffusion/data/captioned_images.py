@@ -152,6 +152,8 @@ def _array_header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], 
 def readable(config: Any, key: str) -> Path:
     """The file of a configuration with `path` and `build`, built if it is missing; `key` is the option's section."""
     path = built_path(config, key, "a .npz or .jsonl file")
+    if path.is_dir():
+        raise UserError(f"{key}.path: {path} is a folder; use a .npz, .jsonl, .json or .parquet file")
     if not is_file(path):
         raise UserError(f"{key}.path: file not found: {path}")
     return path

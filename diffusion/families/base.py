@@ -441,6 +441,11 @@ class Family(ABC):
         earlier.
         """
 
+    @property
+    def noisiest(self) -> float:
+        """The largest time that the network knows; larger ones are not drawn to train it."""
+        return 1.0
+
     def time(self, sigma: Tensor) -> Tensor:
         """Times (B,) as passed to the network, 1000 at pure noise; some schedulers truncate fractions."""
         scheduler = self.pipeline.scheduler

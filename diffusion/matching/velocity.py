@@ -196,7 +196,9 @@ class FlowMatching(VelocityMatching):
 
     def times(self, groups: int, group_size: int, streams: Streams) -> Tensor:
         """Draw the times (B, T) of the noisy versions of B = groups * group_size images."""
-        return draw_times(self.timesteps, times_of(self.policy, self.sampler.steps), groups, group_size, streams)
+        grid = times_of(self.policy, self.sampler.steps)
+        # the noisy version and the network have to agree on the time
+        return draw_times(self.timesteps, grid, groups, group_size, streams).clamp(max=self.policy.family.noisiest)
 
     def states(self, rollouts: Rollouts) -> tuple[Tensor, Tensor, TrainedDecisions]:
         """Noisy versions (M, C, H, W) with mask 1, their times (M,) and their positions in (B, T)."""
@@ -248,23 +250,31 @@ def matched_rollouts(
     )
 
 
-def encode_given(policy: DiffusionPolicy, pixels: np.ndarray, batch: int) -> Tensor:
-    """Latents of given images uint8 (B, h, w, 3), which must have the size of the run; raises UserError if not."""
+def encode_given(
+    policy: DiffusionPolicy, ids: Sequence[str], images: Sequence[np.ndarray], batch: int
+) -> tuple[Tensor, np.ndarray]:
+    """Latents and pixels (B, h, w, 3) of given images uint8 (h, w, 3) from the rows `ids`.
+
+    Raises UserError for an image that has not the size of the run.
+    """
     family, shape = policy.family, policy.latent_shape
     size = [family.frames(shape)] * family.video + [side * family.factor for side in shape[-2:]]
-    # `encode_images` rejects images for a video family, and videos for an image family
-    if pixels.ndim == 4 + family.video and [*pixels.shape[1:-1]] != size:
-        names = ["frames"] * family.video + ["height", "width"]
+    names = ["frames"] * family.video + ["height", "width"]
+    kind = "videos" if family.video else "images"
+    for row, image in zip(ids, images, strict=True):
+        # `encode_images` rejects images for a video family, and videos for an image family
+        if image.ndim != 3 + family.video or [*image.shape[:-1]] == size:
+            continue
         found, wanted = (
             ", ".join(f"{name}={side}" for name, side in zip(names, sides, strict=True))
-            for sides in (pixels.shape[1:-1], size)
+            for sides in (image.shape[:-1], size)
         )
-        kind = "videos" if family.video else "images"
         raise UserError(
-            f"the given {kind} have {found}, but the model draws {kind} with {wanted}; resize them, or change "
+            f"{row} has {found}, but the model draws {kind} with {wanted}; resize it, or change "
             f"model.{' and model.'.join(names)}"
         )
-    return encode_images(family, pixels, batch=batch)
+    pixels = np.stack(images)
+    return encode_images(family, pixels, batch=batch), pixels
 
 
 def given_rollouts(

@@ -126,9 +126,10 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
 
     def batch(self, policy: DiffusionPolicy, tasks: Sequence[ImagePair], streams: Streams, step: Step) -> Rollouts:
         """Encode both images of each pair, and draw the times and noises that they share."""
-        kept, pixels = self._read(tasks)
+        kept, given = self._read(tasks)
+        ids = [pair.id for pair in kept for _ in (0, 1)]
         # the mode of the autoencoder, no sample: both images of a pair carry no noise of their own
-        latents = encode_given(policy, pixels, self.scoring.sampler.batch_rows)
+        images = encode_given(policy, ids, given, self.scoring.sampler.batch_rows)
         # streams belong to the tasks of the step; leaving out a pair must not shift those of the others
         count, streams = len(kept), streams.among(tasks, kept)
         # one draw per pair: both images lose their caption together, or their errors were not comparable
@@ -138,7 +139,7 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         seeds = streams.seeds(count, 1, purpose="noise").repeat_interleave(2)
         asked = [DiffusionTask(pair.id, caption) for pair, caption in zip(kept, captions, strict=True)]
         group, sigma = torch.arange(count).repeat_interleave(2), self.process.times(count, 2, streams)
-        rollouts = given_rollouts(policy, asked, group, (latents, pixels), sigma, seeds)
+        rollouts = given_rollouts(policy, asked, group, images, sigma, seeds)
         extras = pair_marks(count, rollouts.mask.device)
         if self.objective.needs_scores:
             scores = [score for pair in kept for score in _scores(pair)]
@@ -185,8 +186,8 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
         weighed = ", weighed by (1 - t)^2" if self.config.error == "noise" else ""
         return f"{self.objective.describe()}\n  logp = -1/2 mean |v(x_t, t, c) - (noise - x_0)|^2{weighed}"
 
-    def _read(self, pairs: Sequence[ImagePair]) -> tuple[list[ImagePair], np.ndarray]:
-        """The pairs of a step whose images differ, and their pixels (2 N, h, w, 3), the preferred ones first."""
+    def _read(self, pairs: Sequence[ImagePair]) -> tuple[list[ImagePair], list[np.ndarray]]:
+        """The pairs of a step whose images differ, and their images, of each pair the preferred one first."""
         kept: list[ImagePair] = []
         images: list[np.ndarray] = []
         for pair in pairs:
@@ -196,15 +197,9 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
                 continue
             kept.append(pair)
             images += sides
-        shapes = {image.shape for image in images}
-        if not kept or len(shapes) > 1:
-            cause = (
-                f"all images of a step must have the same size, got {sorted(shapes)}"
-                if shapes
-                else ("the two images of each pair are identical")
-            )
-            raise NoUsableTasksError(f"none of {len(pairs)} pairs can be used: {cause}")
-        return kept, np.stack(images)
+        if not kept:
+            raise NoUsableTasksError(f"none of {len(pairs)} pairs can be used: the two images of each are identical")
+        return kept, images
 
 
 def _scores(pair: ImagePair) -> list[float]:

@@ -24,6 +24,7 @@ import argparse
 import dataclasses
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,8 +61,8 @@ class PairFilterConfig:
     normalise: str = rare(choice("zscore", ("zscore", "none")))
     """zscore: subtract the mean of each term and divide by its standard deviation; none: unchanged."""
     reward: str | None = rare(None)
-    """Image reward that scores both images, see `mmrl list rewards`. Default: the columns score_chosen and
-    score_rejected."""
+    """Image reward that scores both images, without options: a name (`mmrl list rewards`) or `file.py:function`.
+    Default: the columns score_chosen and score_rejected."""
     quality: str | None = rare(None)
     """`module:function` that scores captions, f(list of texts) -> list of numbers. Default: the column
     text_quality."""
@@ -127,20 +128,24 @@ def score_pairs(pairs: Sequence[ImagePair], reward: str) -> list[ImagePair]:
     from diffusion.rewards.image_rewards import load_rewards
     from mmrl.rewards import RewardConfig
 
-    rewards = load_rewards([RewardConfig(name=reward)], [])
-    try:
-        scores: list[float] = []
+    scores: list[float] = []
+    with closing(load_rewards([RewardConfig(name=reward)], [])) as rewards:
+        try:
+            rewards.check_columns([])
+        except UserError as error:
+            raise UserError(
+                f"filter.reward: {error}; filter.reward passes no options and no columns: write a function that calls "
+                "the reward with them, and set filter.reward=file.py:function"
+            ) from error
         for start in range(0, len(pairs), CHUNK):
             part = pairs[start : start + CHUNK]
             # both sides share the caption
             tasks = [DiffusionTask(pair.id, pair.caption) for pair in part for _ in (0, 1)]
-            images = np.stack([side for pair in part for side in pair.read()])
+            images = [side for pair in part for side in pair.read()]
             result = score_images(rewards, tasks, images, [True] * len(tasks))
             if result.errors:
                 raise UserError(f"filter.reward {reward} failed: {'; '.join(result.examples.values())}")
             scores += result.terms[reward]
-    finally:
-        rewards.close()
     both = zip(pairs, scores[::2], scores[1::2], strict=True)
     return [
         dataclasses.replace(pair, numbers={**pair.numbers, "score_chosen": chosen, "score_rejected": rejected})
@@ -236,15 +241,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         check_config(config, "filter")
         found = select_pairs(load_pairs(ImagePairConfig(path=source)).tasks, config, _encoders(pipeline, config.gamma))
+        images = _stacked(found.pairs)
     except (UserError, ValueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
     numbers = {name: [pair.numbers[name] for pair in found.pairs] for name in NUMBERS if name in found.pairs[0].numbers}
-    chosen, rejected = (np.stack([getattr(pair, side)() for pair in found.pairs]) for side in ("chosen", "rejected"))
-    write_pairs(output, [pair.caption for pair in found.pairs], chosen, rejected, **numbers)
+    write_pairs(output, [pair.caption for pair in found.pairs], images[::2], images[1::2], **numbers)
     means = ", ".join(f"{name} {float(term.mean()):.4g}" for name, term in found.terms.items())
     sys.stdout.write(f"{len(found.pairs)} pairs written to {output}; means: {means}\n")
     return 0
+
+
+def _stacked(pairs: Sequence[ImagePair]) -> np.ndarray:
+    """Both images of each pair (2 K, h, w, 3); raises UserError if they differ in size."""
+    images = [side for pair in pairs for side in pair.read()]
+    for index, image in enumerate(images):
+        if image.shape != images[0].shape:
+            raise UserError(
+                f"{pairs[index // 2].id} has an image of {image.shape} and {pairs[0].id} one of {images[0].shape}; a "
+                ".npz file needs images of one size, so resize them"
+            )
+    return np.stack(images)
 
 
 def _encoders(path: str, gamma: float) -> Callable[[Sequence[str]], Tensor]:

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -32,7 +31,7 @@ from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, rare
 from mmrl.training.processes import Streams
-from mmrl.training.recipe import NoUsableTasksError, Reference, Step
+from mmrl.training.recipe import Reference, Step
 from mmrl.training.settings import BaseTrainerConfig
 from mmrl.training.supervised import SupervisedRecipe
 
@@ -88,15 +87,14 @@ class PretrainRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Diffusi
 
     def batch(self, policy: DiffusionPolicy, tasks: Sequence[CaptionedImage], streams: Streams, step: Step) -> Rollouts:
         """Encode the images of a step and drop the caption of a random subset."""
-        pixels = _pixels(tasks)
-        latents = encode_given(policy, pixels, self.scoring.sampler.batch_rows)
-        rows = len(tasks)
+        rows, ids = len(tasks), [task.id for task in tasks]
+        images = encode_given(policy, ids, [task.read() for task in tasks], self.scoring.sampler.batch_rows)
         kept = streams.uniform(rows, 1, purpose="caption") >= self.config.drop_caption
         captions = [task.caption if keep else "" for task, keep in zip(tasks, kept.tolist(), strict=True)]
         shown = [DiffusionTask(task.id, caption) for task, caption in zip(tasks, captions, strict=True)]
         sigma = self.process.times(rows, 1, streams)
         seeds = streams.seeds(rows, 1, purpose="noise")
-        return given_rollouts(policy, shown, torch.arange(rows), (latents, pixels), sigma, seeds)
+        return given_rollouts(policy, shown, torch.arange(rows), images, sigma, seeds)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Minus the matching error on each noisy version (B, T)."""
@@ -111,11 +109,3 @@ class PretrainRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Diffusi
     def describe(self) -> str:
         """Formula of the loss."""
         return "mean |v(x_t, t, c) - (noise - x_0)|^2"
-
-
-def _pixels(tasks: Sequence[CaptionedImage]) -> np.ndarray:
-    images = [task.read() for task in tasks]
-    shapes = {image.shape for image in images}
-    if len(shapes) > 1:
-        raise NoUsableTasksError(f"all images of a step must have the same size, got {sorted(shapes)}; resize them")
-    return np.stack(images)

@@ -232,7 +232,12 @@ class LatentSamplerConfig:
     """Guidance scale of evaluation images. Default: same as training."""
 
     def validate(self) -> None:
-        """Check that the window fits the number of steps; raises ValueError."""
+        """Check that the fields fit together; raises ValueError."""
+        if self.negative_prompt and self.guidance == 1.0 and self.eval_guidance in (None, 1.0):
+            raise ValueError(
+                f"sampler.negative_prompt is {self.negative_prompt!r}, but nothing reads it without guidance, and "
+                "sampler.guidance is 1; set sampler.guidance or sampler.eval_guidance above 1, or leave it out"
+            )
         lowest = self.window_low + max(self.window, 1)
         highest = f"0, or between window_low + window={lowest} and steps={self.steps}"
         for name, valid, expected in (

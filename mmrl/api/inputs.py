@@ -34,6 +34,8 @@ OTHER_NAMES = {
     "beta": "objective.kl.coef",
 }
 """Option names of TRL's GRPOConfig, and the names of the same options here."""
+ROWS = ("data", "demonstrations", "images", "pairs")
+"""Sections with training rows, of which a recipe has one."""
 SECTIONS = ("trainer", "sampler")
 """Sections whose options need no section, even if another section has an option of the same name."""
 
@@ -245,8 +247,7 @@ def take_rows(inputs: Inputs, data: Any, eval_data: Any) -> None:
         sets = {"": sets["train"]}
         eval_data = held_out if eval_data is None and held_out else eval_data
     if sets:
-        # cloning of robots learns from demonstrations
-        key = next((name for name in ("data", "demonstrations") if is_dataclass(_section(inputs.entry, name))), "")
+        key = next((name for name in ROWS if is_dataclass(_section(inputs.entry, name))), "")
         if not key:
             raise UserError(f"'{inputs.entry.name}' has no data; leave data out")
         inputs.values[key] = _set_of(inputs, sets[""], _section(inputs.entry, key), key, "train")

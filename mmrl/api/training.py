@@ -251,6 +251,11 @@ def _filled(inputs: Inputs) -> Any:
 
     with given.having(inputs.objects):
         _, config = run_from_values(inputs.values, "train")
+    if inputs.models and getattr(config.model, "free_text_encoders", False):
+        raise UserError(
+            "model.free_text_encoders is true, but the pipeline was passed loaded: your program would keep its text "
+            "encoders in memory, and find them removed from the pipeline; pass its folder, or leave the option out"
+        )
     return config
 
 

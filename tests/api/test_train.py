@@ -241,9 +241,30 @@ def test_a_pipeline_keeps_its_precision_and_a_measurement_adds_no_adapters(tmp_p
     monkeypatch.setattr("mmrl.api.training._measured", lambda inputs, _: found.append(inputs.values["model"]))
     evaluate(pipeline, ["a red circle"], "jpeg_incompressibility", output_dir=tmp_path / "run")
     assert (found[0]["dtype"], found[0]["lora"]) == ("bfloat16", {"enabled": False})
+    freed = {"free_text_encoders": True, "heldout_rewards": [{"name": "jpeg_compressibility"}]}
+    with pytest.raises(UserError, match="the pipeline was passed loaded"):
+        train("awm", model=pipeline, data=["a red circle"], reward="ocr", output_dir=tmp_path / "freed", **freed)
     pipeline.transformer.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q"]))
     with pytest.raises(UserError, match="model already has adapters"):
         train("awm", model=pipeline, data=["a red circle"], output_dir=tmp_path / "other")
+
+
+def test_given_images_are_rows_like_others(tmp_path):
+    pytest.importorskip("diffusers")
+    from diffusion.data.captioned_images import ImageDataConfig, load_images
+    from diffusion.data.image_pairs import ImagePairConfig, load_pairs
+
+    red, blue = (Image.new("RGB", (8, 8), name) for name in ("red", "blue"))
+    for method, row in (
+        ("flow_pretrain", {"prompt": "red", "image": red}),
+        ("diffusion_dpo", {"prompt": "red", "chosen": red, "rejected": blue}),
+    ):
+        values = _inputs(method, tmp_path / method, False, None, [row], None, None, None, None, None, {}).values
+        if "images" in values:
+            found = load_images(ImageDataConfig(**values["images"]))[0].read()
+        else:
+            found = load_pairs(ImagePairConfig(**values["pairs"])).tasks[0].chosen()
+        assert found.tolist() == np.asarray(red).tolist()
 
 
 def test_splits_may_have_dots_and_evaluations_say_which_they_are(folder, tmp_path):

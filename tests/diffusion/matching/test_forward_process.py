@@ -2,11 +2,16 @@ import pytest
 import torch
 
 from diffusion.families.table import family_of
-from diffusion.matching.losses import stack_timesteps
+from diffusion.matching.losses import mix, stack_timesteps
+from diffusion.matching.times import TimestepConfig
+from diffusion.matching.velocity import FlowMatching
 from diffusion.models.conditioning import PromptEmbeddings
-from diffusion.sampling.latent_sampler import GuidedVelocity
+from diffusion.models.diffusion_policy import PipelineConfig, load_policy
+from diffusion.sampling.latent_sampler import GuidedVelocity, LatentSamplerConfig
 from mmrl.errors import UserError
+from mmrl.training.processes import Streams
 from tests.diffusion.builders import SIZES, T5_TOKENS, RowCounter, load_sd3
+from tests.diffusion.families.cases import CASES
 from tests.rounding import assert_equal_up_to_rounding
 
 
@@ -111,3 +116,15 @@ def test_stacked_draws_equal_one_call_for_each(trained):
 def test_draws_that_do_not_fit_are_named(options, culprit):
     with pytest.raises(UserError, match=culprit):
         stack_timesteps(images(4), **({"draws": 3, "generator": generator()} | options))
+
+
+def test_a_perfect_prediction_of_the_noise_has_no_error_at_any_drawn_time(tmp_path):
+    policy = load_policy(PipelineConfig(path=str(CASES["stable_diffusion"].build(tmp_path / "pipeline"))))
+    process = FlowMatching(policy, LatentSamplerConfig(), TimestepConfig(count=1, times="uniform"))
+    sigma = process.times(64, 1, Streams(0))[:, 0]
+    clean, noise = torch.randn(2, 64, *policy.latent_shape, generator=generator())
+    noisy = mix(clean, noise, sigma, torch.arange(64))
+    text = {"tokens": torch.zeros(64, 1, 1)}
+    velocity = policy.family.velocity(lambda *args, **options: (noise,), noisy.latents, sigma, text)
+    assert noisy.matching_error(velocity).max() < 1e-8
+    assert sigma.max() == pytest.approx(policy.family.noisiest)  # the model's schedule ends before pure noise

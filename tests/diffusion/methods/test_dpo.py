@@ -199,7 +199,7 @@ def test_pairs_in_their_own_files(tmp_path):
     recipe, reference = built(config)
     assert step_pairs(recipe, reference).num_groups == 1, "equal pictures under two names are found when they are read"
     assert recipe.skipped["equal_sides"] == 2
-    with pytest.raises(NoUsableTasksError, match="the two images of each pair are identical"):
+    with pytest.raises(NoUsableTasksError, match="the two images of each are identical"):
         recipe.rollout(recipe.policy, recipe.train_tasks[1:], Streams(0), Step())
 
 

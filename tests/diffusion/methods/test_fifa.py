@@ -1,8 +1,10 @@
+import json
 import math
 
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from diffusion.data.image_pairs import ImagePair, ImagePairConfig, load_pairs
 from diffusion.methods import fifa
@@ -147,6 +149,26 @@ def test_an_image_reward_can_score_the_pairs(tmp_path):
     )
     with pytest.raises(UserError, match=r"filter\.reward shapes_geneval failed"):
         score_pairs([pair("no caption of shapes")], "shapes_geneval")
+
+
+def test_an_image_reward_can_score_images_of_several_sizes(tmp_path, capsys):
+    rows = []
+    for number, side in enumerate((16, 16, 32, 32)):
+        Image.new("RGB", (side, side), (60 * number, 0, 0)).save(tmp_path / f"{number}.png")
+        other = {"chosen": f"{number}.png", "rejected": f"{number ^ 1}.png"}
+        rows.append({"prompt": f"a circle {number}", **other, "text_quality": 1})
+    source = tmp_path / "pairs.jsonl"
+    source.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    scored = score_pairs(load_pairs(ImagePairConfig(path=str(source))).tasks, "jpeg_compressibility")
+    assert len({p.numbers["score_chosen"] for p in scored}) > 1
+    command = [str(source), str(tmp_path / "kept.npz"), "--gamma", "0", "--reward", "jpeg_compressibility"]
+    assert main([*command, "--keep", "4"]) == 2
+    assert "one size" in capsys.readouterr().err
+
+
+def test_a_reward_that_needs_options_says_how_to_pass_them():
+    with pytest.raises(UserError, match=r"filter\.reward: .*pickscore.* needs path.*filter\.reward=file\.py:function"):
+        score_pairs([pair("a red circle")], "pickscore")
 
 
 def test_garbled_captions_have_no_quality():

@@ -17,7 +17,7 @@ from mmrl.errors import UserError
 from mmrl.rewards import RewardConfig
 from mmrl.runs.tracking import TrackingConfig
 from mmrl.training.processes import Streams, make_accelerator
-from mmrl.training.recipe import NoUsableTasksError, Step
+from mmrl.training.recipe import Step
 from mmrl.training.settings import BaseTrainerConfig
 from mmrl.training.update import count_denominators
 from tests.diffusion.runs import build, make_trainer, run_config
@@ -120,21 +120,14 @@ def test_captions_are_left_out_at_the_configured_rate(tmp_path, digit_model):
         assert len(set(rollouts.payload.sigma.flatten().tolist())) > 350  # every image has a time of its own
 
 
-def test_images_of_several_sizes_cannot_share_a_step(tmp_path, digit_model):
+def test_an_image_of_another_size_than_that_of_the_run_is_refused_by_name(tmp_path, digit_model):
     recipe = build(pretraining(tmp_path, digit_model))
     other = write_images(tmp_path / "other.npz", np.zeros((1, 16, 8, 3), np.uint8), ["the digit one"])
-    tasks = [recipe.train_tasks[0], *load_images(ImageDataConfig(path=str(other)))]
-    with pytest.raises(NoUsableTasksError, match="must have the same size"):
-        recipe.rollout(recipe.policy, tasks, Streams(0), Step())
-
-
-def test_images_of_another_size_than_that_of_the_run_are_refused(tmp_path, digit_model):
-    recipe = build(pretraining(tmp_path, digit_model))
-    other = write_images(tmp_path / "other.npz", np.zeros((1, 16, 8, 3), np.uint8), ["the digit one"])
-    tasks = load_images(ImageDataConfig(path=str(other)))
-    message = "given images have height=16, width=8, but the model draws images with height=8, width=8; resize them"
-    with pytest.raises(UserError, match=f"{message}, or change model.height and model.width"):
-        recipe.rollout(recipe.policy, tasks, Streams(0), Step())
+    odd = load_images(ImageDataConfig(path=str(other)))
+    message = "other.npz 0 has height=16, width=8, but the model draws images with height=8, width=8; resize it"
+    for tasks in (odd, [recipe.train_tasks[0], *odd]):
+        with pytest.raises(UserError, match=f"{message}, or change model.height and model.width"):
+            recipe.rollout(recipe.policy, tasks, Streams(0), Step())
 
 
 def test_captions_that_are_too_long_are_skipped_and_counted(tmp_path, digit_model, caplog):
