@@ -19,15 +19,12 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Mapping
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import Self, TypeAlias
 
 from mmrl.errors import RunError, UserError
 from mmrl.workers.engine import WORKER_FAILURES, Engine, LocalEngine, WorkerFailure, WorkerSpec, one_line
 from mmrl.workers.wire import Message
 from mmrl.workers.worker import Answer, Pending, Preparation, Request, Worker
-
-if TYPE_CHECKING:
-    pass
 
 FIRST_SHARE = 0.1
 """Fraction of its time that a request gets at first once another one has hung,"""
