@@ -381,11 +381,11 @@ def _train(
 
 
 def _warn_of_shared(recipe: Recipe[Any, Any]) -> None:
-    """Warn of held-out tasks that are trained on, as far as tasks tell their `question`."""
-    splits = {name: [getattr(task, "question", "") for task in tasks] for name, tasks in recipe.eval_tasks.items()}
+    """Warn of held-out tasks that are trained on, as far as tasks tell their `identity`."""
+    splits = {name: [getattr(task, "identity", "") for task in tasks] for name, tasks in recipe.eval_tasks.items()}
     # a few of many: training sets may be large
     held_out = {question for questions in splits.values() for question in questions if question}
-    trained = held_out & {getattr(task, "question", "") for task in recipe.train_tasks} if held_out else set()
+    trained = held_out & {getattr(task, "identity", "") for task in recipe.train_tasks} if held_out else set()
     for name, questions in splits.items():
         if shared := sum(question in trained for question in questions):
             LOGGER.warning(

@@ -139,7 +139,7 @@ class VlmTask:
         return frames
 
     @property
-    def question(self) -> str:
+    def identity(self) -> str:
         """What is asked, to tell equal tasks; empty if an image or a video has no path."""
         sources = [*self.images, *self.videos]
         paths = all(isinstance(source, str) for source in sources)
