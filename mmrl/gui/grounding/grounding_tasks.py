@@ -144,7 +144,7 @@ def _size(task: VlmTask) -> Size:
     try:
         size = image_size(content)
     except Exception as error:  # Pillow raises OSError, ValueError, SyntaxError, DecompressionBombError, ...
-        named = source if is_path else "the image"
+        named = str(source) if is_path else "the image"
         raise TaskError("unreadable_image", task.id, f"cannot read {named}: {error}") from None
     if given is not None and given != size:
         swapped = " (the sides are swapped: width comes first)" if given[::-1] == size else ""
