@@ -334,7 +334,8 @@ def _followed(stored: Any, folder: Path) -> Any:
         gone = inside and ".py:" not in value  # code is allowed by its place
         return f"{folder}{value.removeprefix(old)}" if gone else value
 
-    is_moved = Path(old).is_absolute() and Path(old) != folder
+    # a name with ${ is stored escaped, and is left as it is
+    is_moved = Path(old).is_absolute() and Path(old) != folder and "${" not in f"{old}{folder}"
     return OmegaConf.create(found(OmegaConf.to_container(stored))) if is_moved else stored
 
 

@@ -35,8 +35,11 @@ _NAMES = {
     "robotics.methods.video_encoder": ("VideoEncoder", "train_video_encoder"),
     "robotics.offpolicy.presets": (
         "RobotDsrlConfig",
+        "RobotDsrlRecipe",
         "RobotResidualConfig",
+        "RobotResidualRecipe",
         "RobotRlpdConfig",
+        "RobotRlpdRecipe",
     ),
     "robotics.offpolicy.sac": ("RobotSacConfig", "RobotSacRecipe"),
     "robotics.offpolicy.sac_learner": ("SacLearner", "SacSettings"),

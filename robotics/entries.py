@@ -52,19 +52,19 @@ RECIPES = (
     ),
     RecipeEntry(
         "robot_residual",
-        "robotics.offpolicy.presets:RobotSacRecipe:RobotResidualConfig",
+        "robotics.offpolicy.presets:RobotResidualRecipe:RobotResidualConfig",
         "a bounded residual on the actions of any frozen policy, learned by soft actor-critic",
         "Johannink et al., residual reinforcement learning, arXiv 1812.03201; PLD, arXiv 2511.00091",
     ),
     RecipeEntry(
         "robot_dsrl",
-        "robotics.offpolicy.presets:RobotSacRecipe:RobotDsrlConfig",
+        "robotics.offpolicy.presets:RobotDsrlRecipe:RobotDsrlConfig",
         "the noise that a frozen flow policy starts from, learned by soft actor-critic (DSRL-SAC)",
         "Wagenmaker et al., DSRL, arXiv 2506.15799",
     ),
     RecipeEntry(
         "robot_rlpd",
-        "robotics.offpolicy.presets:RobotSacRecipe:RobotRlpdConfig",
+        "robotics.offpolicy.presets:RobotRlpdRecipe:RobotRlpdConfig",
         "robot_sac with demonstrations as half of every batch, ten critics and twenty updates per decision",
         "Ball et al., RLPD, arXiv 2302.02948",
     ),

@@ -369,7 +369,6 @@ def _train(
             trainer.resume(**options)
         if main:  # only now: a resume that is refused leaves the configuration as it was
             _save_config(run_dir, config)
-            _warn_of_shared(recipe)
             logged.write_to(run_dir, lambda: trainer.step, keep=resume)
         # the others wait until the configuration is written
         accelerator.wait_for_everyone()
@@ -378,20 +377,6 @@ def _train(
             # by name: the report reads runs and is in a layer above training
             load_target(WRITE_REPORT)(run_dir)
         accelerator.wait_for_everyone()  # a process that leaves early takes the others' connections with it
-
-
-def _warn_of_shared(recipe: Recipe[Any, Any]) -> None:
-    """Warn of held-out tasks that are trained on, as far as tasks tell their `identity`."""
-    splits = {name: [getattr(task, "identity", "") for task in tasks] for name, tasks in recipe.eval_tasks.items()}
-    # a few of many: training sets may be large
-    held_out = {question for questions in splits.values() for question in questions if question}
-    trained = held_out & {getattr(task, "identity", "") for task in recipe.train_tasks} if held_out else set()
-    for name, questions in splits.items():
-        if shared := sum(question in trained for question in questions):
-            LOGGER.warning(
-                "eval_data.%s: %d of its %d tasks are also training tasks, so that it does not measure unseen ones",
-                *(name, shared, len(questions)),
-            )
 
 
 def _start_from_checkpoint(config: Any, folder: Path) -> None:

@@ -23,8 +23,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from mmrl.fields import bounded, choice
-from robotics.offpolicy.sac import WARMUPS, RobotSacConfig
-from robotics.offpolicy.sac import RobotSacRecipe as RobotSacRecipe  # that of all three
+from robotics.offpolicy.sac import WARMUPS, RobotSacConfig, RobotSacRecipe
 from robotics.offpolicy.sac_learner import QSettings, SacSettings, TemperatureSettings
 from robotics.policies.policy_loading import ActionPolicyConfig
 
@@ -55,6 +54,10 @@ class RobotRlpdConfig(RobotSacConfig):
         super().validate()
         if not self.prior.path:
             raise ValueError("robot_rlpd learns from demonstrations; set prior.path, or use robot_sac without any")
+
+
+class RobotRlpdRecipe(RobotSacRecipe):
+    """The recipe of `robot_sac` with the configuration of RLPD."""
 
 
 @dataclass
@@ -94,3 +97,11 @@ class RobotDsrlConfig(RobotSacConfig):
     """Updates of the critics per decision of the policy; fractions are carried over to the next step."""
     warmup: str = choice("base", WARMUPS)
     """Actions of the warm-up: base = those of the frozen base; policy = as always."""
+
+
+class RobotResidualRecipe(RobotSacRecipe):
+    """Soft actor-critic on the residual of a frozen policy."""
+
+
+class RobotDsrlRecipe(RobotSacRecipe):
+    """Soft actor-critic on the noise that a frozen flow policy starts from."""

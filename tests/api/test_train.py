@@ -491,7 +491,6 @@ def test_warnings_of_a_later_evaluation_are_those_of_the_run_too(folder, tmp_pat
     data = {"data": ROWS, "eval_data": ROWS[:2], "reward": length}
     run = train("grpo", model=folder, output_dir=tmp_path / "run", **data, **SMALL | {"steps": 1})
     before = [row["message"] for row in run.warnings]
-    assert any("eval_data.heldout: 2 of its 2 tasks are also training tasks" in message for message in before)
     monkeypatch.setattr(runs, "evaluation_of", warned)
     evaluate(run)
     after = " ".join(row["message"] for row in Run(run.folder).warnings)

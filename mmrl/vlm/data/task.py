@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import logging
 import math
 import re
@@ -137,13 +136,6 @@ class VlmTask:
     def shown_frames(self, frames: Any, number: int) -> Any:
         """The frames of video `number` (from 0) that the model sees, given the decoded frames."""
         return frames
-
-    @property
-    def identity(self) -> str:
-        """What is asked, to tell equal tasks; empty if an image or a video has no path."""
-        sources = [*self.images, *self.videos]
-        paths = all(isinstance(source, str) for source in sources)
-        return json.dumps([self.messages, sources]) if paths else ""
 
     @property
     def answer_start(self) -> str:
