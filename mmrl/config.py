@@ -320,7 +320,7 @@ def _check_numbers(text: str, path: Path) -> None:
 
 
 def _followed(stored: Any, folder: Path) -> Any:
-    """A run's configuration in which files of its own folder, such as rows from Python, are where the folder is now."""
+    """The configuration of a run, with paths into its folder updated if the folder has moved since."""
     from omegaconf import OmegaConf
 
     old = str(OmegaConf.to_container(stored).get("output_dir"))  # type: ignore[union-attr]

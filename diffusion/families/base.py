@@ -442,7 +442,7 @@ class Family(ABC):
         """
 
     @property
-    def noisiest(self) -> float:
+    def max_time(self) -> float:
         """The largest time that the network knows; larger ones are not drawn to train it."""
         return 1.0
 

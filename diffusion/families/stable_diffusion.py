@@ -80,7 +80,7 @@ class StableDiffusionFamily(Family):
     def velocity(self, network: Any, latents: Tensor, sigma: Tensor, text: Text) -> Tensor:
         """Velocity (B, C, H, W) in the latents' dtype."""
         # sigma 1 is no step of training; the noisiest one is the nearest that the UNet knows
-        sigma = sigma.float().clamp(max=self.noisiest)
+        sigma = sigma.float().clamp(max=self.max_time)
         s = sigma.reshape(-1, 1, 1, 1)
         # the UNet's own latents have unit variance: x = k x_t with sqrt(a) = (1 - s) k
         k = 1 / (s.square() + (1 - s).square()).sqrt()
@@ -122,7 +122,7 @@ class StableDiffusionFamily(Family):
         return _sigma_of(self._scheduler.alphas_cumprod.double())
 
     @property
-    def noisiest(self) -> float:
+    def max_time(self) -> float:
         """Time of the last step of training."""
         return float(self._sigmas[-1])
 

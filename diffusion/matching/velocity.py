@@ -198,7 +198,7 @@ class FlowMatching(VelocityMatching):
         """Draw the times (B, T) of the noisy versions of B = groups * group_size images."""
         grid = times_of(self.policy, self.sampler.steps)
         # the noisy version and the network have to agree on the time
-        return draw_times(self.timesteps, grid, groups, group_size, streams).clamp(max=self.policy.family.noisiest)
+        return draw_times(self.timesteps, grid, groups, group_size, streams).clamp(max=self.policy.family.max_time)
 
     def states(self, rollouts: Rollouts) -> tuple[Tensor, Tensor, TrainedDecisions]:
         """Noisy versions (M, C, H, W) with mask 1, their times (M,) and their positions in (B, T)."""

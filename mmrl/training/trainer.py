@@ -551,7 +551,7 @@ class Trainer:
             time.sleep(WAIT_S)
 
     def _lacks(self) -> str:
-        """What a process is waiting for, and on which machine, since machines may not share the run's folder."""
+        """Describe what a process is waiting for, and on which machine: machines may not share the run folder."""
         own = self.recipe.waits_for(self.position)
         return next(filter(None, from_all(f"on {socket.gethostname()}, {own}" if own else "")), "")
 

@@ -3,5 +3,5 @@
     from robotics.offpolicy.sac_learner import SacLearner, SacSettings
 
 `transitions` and `replay` hold experience, `prior` reads other data, `sac_losses`, `q_ensemble` and `sac_learner` are
-the method without a run, `sac` is the recipe `robot_sac`, and `presets` has its presets.
+the method without a run, `sac` is the recipe `robot_sac`, `presets` has `robot_rlpd`, `robot_residual`, `robot_dsrl`.
 """

@@ -129,21 +129,15 @@ def _demonstrated(
     found = load_demonstrations(settings).fitted(settings, sim, accept_other, "prior.units")
     if not config.all_successful and any(episode.success is None for episode in reader):
         raise UserError(
-            f"prior.path: {folder} does not store whether its episodes succeeded; set prior.all_successful=true if "
-            "they all did"
+            f"prior.path: {folder} does not say which succeeded; set prior.all_successful=true if they all did"
         )
     numbers = _numbers(folder, found.instructions, sim)
     if found.states[0].shape[1] != form.state:
-        raise UserError(
-            f"prior.path: the states of {folder} have {found.states[0].shape[1]} entries, those of the simulator "
-            f"{form.state}"
-        )
-    executed, full = found.actions, found.states
+        raise UserError(f"prior.path: the states of {folder} have {found.states[0].shape[1]} entries, not {form.state}")
+    executed, full = found.actions, _column(reader, FULL_STATE) if form.full else found.states
     if EXECUTED in features:
         stored = _column(reader, EXECUTED)
         executed = in_simulator_units(str(folder), reader.info, stored, settings.units, sim, "prior.units")
-    if form.full:
-        full = _column(reader, FULL_STATE)
     rewards = _column(reader, REWARD) if rewarded else [np.zeros((len(part), 1), np.float32) for part in executed]
     parts = [
         _windows(found, number, executed[number], full[number][:, : form.full], rewards[number].ravel(), task, form)

@@ -343,7 +343,7 @@ class RealTimeController:
         if self._chunk_size == 1:
             raise UserError(
                 "the policy's chunks have one control step, so the next one cannot be computed meanwhile; train it "
-                "with model.chunk above 1, or call `infer` in every control step of your own loop"
+                "with model.chunk above 1, or call `infer` at every control step in your own loop"
             )
         if left < 1 or (declared or 0.0) > longest:
             raise UserError(

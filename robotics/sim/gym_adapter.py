@@ -550,9 +550,7 @@ def _inner_spaces(space: Any) -> list[Any]:
 def _horizon(asked: int | None, spec: Any) -> int:
     horizon = asked if asked is not None else getattr(spec, "max_episode_steps", None)
     if horizon is None or horizon < 1:
-        raise EnvError(
-            f"horizon is {horizon}; the environment has no horizon of its own, so set one of at least 1 (sim.horizon)"
-        )
+        raise EnvError(f"horizon is {horizon}, and the environment does not set one; set sim.horizon to at least 1")
     return int(horizon)
 
 

@@ -127,4 +127,4 @@ def test_a_perfect_prediction_of_the_noise_has_no_error_at_any_drawn_time(tmp_pa
     text = {"tokens": torch.zeros(64, 1, 1)}
     velocity = policy.family.velocity(lambda *args, **options: (noise,), noisy.latents, sigma, text)
     assert noisy.matching_error(velocity).max() < 1e-8
-    assert sigma.max() == pytest.approx(policy.family.noisiest)  # the model's schedule ends before pure noise
+    assert sigma.max() == pytest.approx(policy.family.max_time)  # the model's schedule ends before pure noise
