@@ -446,6 +446,10 @@ class Family(ABC):
         """The largest time that the network knows; larger ones are not drawn to train it."""
         return 1.0
 
+    def prediction_scale(self, sigma: Tensor) -> Tensor:
+        """Ratio (B,) of the error of what the network predicts to the error of the velocity, at times (B,)."""
+        return torch.ones_like(sigma)
+
     def time(self, sigma: Tensor) -> Tensor:
         """Times (B,) as passed to the network, 1000 at pure noise; some schedulers truncate fractions."""
         scheduler = self.pipeline.scheduler

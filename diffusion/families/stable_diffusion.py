@@ -97,6 +97,10 @@ class StableDiffusionFamily(Family):
             noise, clean = found, (noisy - spread * found) / signal
         return (noise - clean).to(latents.dtype)
 
+    def prediction_scale(self, sigma: Tensor) -> Tensor:
+        """1 - sigma for the noise, and 1 / k for the UNet's own velocity sqrt(a) noise - sqrt(1 - a) x_0."""
+        return _root(sigma) if self.pipeline.scheduler.config.prediction_type == "v_prediction" else 1 - sigma
+
     def _added(self, latents: Tensor, text: Text) -> dict[str, Any]:
         return {}
 

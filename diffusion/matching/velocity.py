@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from diffusion.data.prompts import DiffusionTask
+from diffusion.families.base import Family
 from diffusion.matching.losses import NoisyRows, mix
 from diffusion.matching.times import TimestepConfig, draw_times, reachable_times
 from diffusion.models.diffusion_policy import DiffusionPolicy
@@ -200,6 +201,20 @@ class FlowMatching(VelocityMatching):
         # the noisy version and the network have to agree on the time
         return draw_times(self.timesteps, grid, groups, group_size, streams).clamp(max=self.policy.family.max_time)
 
+    def errors(self, model: Any, rollouts: Rollouts, kind: str) -> Tensor:
+        """Mean squared error (B, T) float32 of a model on noisy versions, 0 elsewhere; `kind` is one of `ERRORS`."""
+        matching = self.evaluate(model, rollouts)
+        sigma = matching.noisy.sigma.to(matching.error)
+        scale = ERRORS[kind](self.policy.family, sigma)
+        return matching.decisions.scatter(matching.error * scale.square())
+
+    def error_formula(self, kind: str) -> str:
+        """Formula of `errors`."""
+        formula = "mean |v(x_t, t, c) - (noise - x_0)|^2"
+        plain = bool(ERRORS[kind](self.policy.family, torch.full((1,), 0.5)) == 1)
+        names = {"noise": "the implied noise", "prediction": "what the network predicts"}
+        return formula if plain else f"{formula}, scaled to the error of {names[kind]}"
+
     def states(self, rollouts: Rollouts) -> tuple[Tensor, Tensor, TrainedDecisions]:
         """Noisy versions (M, C, H, W) with mask 1, their times (M,) and their positions in (B, T)."""
         versions = self.noisy(rollouts)
@@ -218,6 +233,16 @@ class FlowMatching(VelocityMatching):
         text = text_of(self.policy, DiffusionPayload.of(rollouts).tasks, rollouts.host.group).select(noisy.image)
         scale, negative = self.sampler.guidance, self.sampler.negative_prompt
         return guided(self.policy, model, text, scale, negative, detach_negative=True)(noisy.latents, noisy.sigma)
+
+
+ERRORS: dict[str, Callable[[Family, Tensor], Tensor]] = {
+    "prediction": lambda family, sigma: family.prediction_scale(sigma),
+    "velocity": lambda family, sigma: torch.ones_like(sigma),
+    # the noise is x_t + (1 - t) v
+    "noise": lambda family, sigma: 1 - sigma,
+}
+"""Functions that turn times into the ratio of an error to that of the velocity, by what is compared: the network's own
+prediction, the velocity, or the noise that it implies."""
 
 
 def matched_rollouts(

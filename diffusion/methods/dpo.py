@@ -3,16 +3,15 @@
     L = -mean log sigmoid(-beta / 2 [(e_w - e_ref_w) - (e_l - e_ref_l)])
 
 with e the mean squared error of the model on a noisy version of the preferred (w) or rejected (l) image; both sides of
-a pair get the same time and the same noise. For a flow model e = |v - (noise - x_0)|^2; `error: noise` takes the error
-of the noise that the velocity implies instead, (1 - t)^2 times that, which is what the paper's noise-prediction models
-minimise. In terms of the core it is the objective `diffusion_dpo` with logp = -e / 2: other pair losses of the
-catalogue work too, and `objective: {loss: {kind: none}, likelihood: {kind: nll, coef: 1}}` is supervised fine-tuning
-on the preferred images, the paper's baseline. FiFA's filter (arXiv 2410.10166) is `diffusion.methods.fifa`.
+a pair get the same time and the same noise. By default, e is the error of what the network predicts: |v - (noise -
+x_0)|^2 for a flow model, and for Stable Diffusion mostly that of the noise, (1 - t)^2 times as much, as in the paper.
+In terms of the core it is the objective `diffusion_dpo` with logp = -e / 2: other pair losses of the catalogue work
+too, and `objective: {loss: {kind: none}, likelihood: {kind: nll, coef: 1}}` is supervised fine-tuning on the preferred
+images, the paper's baseline. FiFA's filter (arXiv 2410.10166) is `diffusion.methods.fifa`.
 
-Differences from the public code (SalesforceAIResearch/DiffusionDPO): flow models instead of Stable Diffusion 1.5 and
-SDXL, times from a shifted logit-normal as in yifan123/flow_grpo scripts/train_sd3_dpo.py, whose beta 100 is the default
-(the paper's 2000 to 5000 is for noise prediction, `error: noise`). That loss is compared with the public code in
-tests/golden/test_preference.py.
+Differences from the public code (SalesforceAIResearch/DiffusionDPO): times are from a shifted logit-normal as in
+yifan123/flow_grpo scripts/train_sd3_dpo.py, whose beta 100 for flow models is the default (the paper's 2000 to 5000 is
+for noise prediction). That script's loss is compared with the public code in tests/golden/test_preference.py.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from diffusion.diffusion_config import GivenImagesConfig, check_matching
 from diffusion.diffusion_evaluation import shown_output
 from diffusion.diffusion_recipe import DiffusionDomain
 from diffusion.matching.times import TimestepConfig
-from diffusion.matching.velocity import FlowMatching, encode_given, given_rollouts
+from diffusion.matching.velocity import ERRORS, FlowMatching, encode_given, given_rollouts
 from diffusion.methods.fifa import PairFilterConfig, embed_captions, select_pairs
 from diffusion.models.diffusion_policy import DiffusionPolicy
 from diffusion.models.ema import KeepsEvalAverage
@@ -50,8 +49,6 @@ from mmrl.training.recipe import NoUsableTasksError, Reference, Step
 from mmrl.training.settings import BaseTrainerConfig, ReferenceConfig
 from mmrl.training.supervised import SupervisedRecipe
 
-ERRORS = ("velocity", "noise")
-
 
 @dataclass
 class DiffusionDpoConfig(GivenImagesConfig):
@@ -63,8 +60,9 @@ class DiffusionDpoConfig(GivenImagesConfig):
     """Which pairs to train on."""
     drop_caption: float = rare(bounded(0.1, at_least=0, at_most=1))
     """Probability that both images of a pair are shown without their caption, so that guidance keeps working."""
-    error: str = rare(choice("velocity", ERRORS))
-    """Error to compare: of the velocity, or of the noise that it implies, which weights a time t by (1 - t)^2."""
+    error: str = rare(choice("prediction", ERRORS))
+    """Error to compare: of the network's own prediction, of the velocity, or of the noise that it implies, (1 - t)
+    times that of the velocity."""
     timesteps: TimestepConfig = field(
         default_factory=lambda: TimestepConfig(
             count=1, times="logit_normal", shift=1.0, share_times="group", share_noise=True
@@ -148,13 +146,8 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
         """Minus half the error on each noisy version (B, T)."""
-        matching = self.process.evaluate(policy, rollouts)
-        error = matching.error
-        # the noise implied by v is x_t + (1 - t) v, so its error is (1 - t) times that of v
-        if self.config.error == "noise":
-            error = error * (1 - matching.noisy.sigma.to(error)).square()
         # -1/2 squared error is the Gaussian log-likelihood, as in Diffusion-DPO
-        return PolicyOutputs(matching.decisions.scatter(-0.5 * error))
+        return PolicyOutputs(-0.5 * self.process.errors(policy, rollouts, self.config.error))
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
         """Mean pair loss over pairs and their times."""
@@ -183,8 +176,7 @@ class DiffusionDpoRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Dif
 
     def describe(self) -> str:
         """Formula of the loss."""
-        weighed = ", weighed by (1 - t)^2" if self.config.error == "noise" else ""
-        return f"{self.objective.describe()}\n  logp = -1/2 mean |v(x_t, t, c) - (noise - x_0)|^2{weighed}"
+        return f"{self.objective.describe()}\n  logp = -1/2 {self.process.error_formula(self.config.error)}"
 
     def _read(self, pairs: Sequence[ImagePair]) -> tuple[list[ImagePair], list[np.ndarray]]:
         """The pairs of a step whose images differ, and their images, of each pair the preferred one first."""

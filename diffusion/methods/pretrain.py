@@ -2,8 +2,9 @@
 
     L = mean |v(x_t, t, c) - (noise - x_0)|^2,   x_t = (1 - t) x_0 + t noise,
 
-with t from a shifted logit-normal and the caption left out at random, so that the model can be guided. It runs in the
-same loop as reinforcement learning; the rewards of `evaluation` only score held-out images.
+with t from a shifted logit-normal and the caption left out at random, so that the model can be guided. Stable Diffusion
+predicts noise or a velocity of its own; the loss is then the error of that prediction, as in its pretraining. Training
+runs in the same loop as reinforcement learning; the rewards of `evaluation` only score held-out images.
 
 Source: Lipman et al., Flow Matching, arXiv 2210.02747; Esser et al., arXiv 2403.03206 (times and shift).
 """
@@ -22,14 +23,14 @@ from diffusion.data.prompts import DiffusionTask
 from diffusion.diffusion_config import GivenImagesConfig, check_matching
 from diffusion.diffusion_recipe import DiffusionDomain
 from diffusion.matching.times import TimestepConfig
-from diffusion.matching.velocity import FlowMatching, encode_given, given_rollouts
+from diffusion.matching.velocity import ERRORS, FlowMatching, encode_given, given_rollouts
 from diffusion.models.diffusion_policy import DiffusionPolicy, PipelineConfig, full_model
 from diffusion.models.ema import KeepsEvalAverage
 from diffusion.sampling.trajectories import mean_over_decisions
 from mmrl.core.loss import Denominators, Metric
 from mmrl.core.objectives.objective import LossOutput, PolicyOutputs
 from mmrl.core.rollouts import Rollouts
-from mmrl.fields import bounded, rare
+from mmrl.fields import bounded, choice, rare
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Reference, Step
 from mmrl.training.settings import BaseTrainerConfig
@@ -46,6 +47,9 @@ class PretrainConfig(GivenImagesConfig):
     """The captioned images."""
     drop_caption: float = rare(bounded(0.1, at_least=0, at_most=1))
     """Probability that an image is shown without its caption."""
+    error: str = rare(choice("prediction", ERRORS))
+    """Error to minimise: of the network's own prediction, of the velocity, or of the noise that it implies, (1 - t)
+    times that of the velocity."""
     timesteps: TimestepConfig = field(
         default_factory=lambda: TimestepConfig(count=1, times="logit_normal", share_times="image")
     )
@@ -97,15 +101,15 @@ class PretrainRecipe(KeepsEvalAverage, DiffusionDomain, SupervisedRecipe[Diffusi
         return given_rollouts(policy, shown, torch.arange(rows), images, sigma, seeds)
 
     def scores(self, policy: nn.Module, rollouts: Rollouts, outputs: frozenset[str]) -> PolicyOutputs:
-        """Minus the matching error on each noisy version (B, T)."""
-        return PolicyOutputs(-self.process.evaluate(policy, rollouts).errors)
+        """Minus the error on each noisy version (B, T)."""
+        return PolicyOutputs(-self.process.errors(policy, rollouts, self.config.error))
 
     def loss(self, policy: nn.Module, minibatch: Rollouts, denominators: Denominators, step: Step) -> LossOutput:
-        """Mean matching error."""
-        errors = self.process.evaluate(policy, minibatch).errors
+        """Mean error."""
+        errors = self.process.errors(policy, minibatch, self.config.error)
         loss = mean_over_decisions(errors, minibatch, denominators)
         return LossOutput(loss, {"loss/total": Metric.summed(loss.detach())})
 
     def describe(self) -> str:
         """Formula of the loss."""
-        return "mean |v(x_t, t, c) - (noise - x_0)|^2"
+        return self.process.error_formula(self.config.error)

@@ -3,10 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from diffusers import DDPMScheduler
 
 from diffusion.data.captioned_images import ImageDataConfig, load_images, write_images
-from diffusion.data.prompts import PromptConfig
+from diffusion.data.prompts import DiffusionTask, PromptConfig
 from diffusion.diffusion_config import GivenEvaluationConfig
+from diffusion.matching.velocity import encode_given, given_rollouts
 from diffusion.methods.pretrain import PretrainConfig
 from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig
 from diffusion.models.pipelines import encode_images
@@ -20,6 +22,7 @@ from mmrl.training.processes import Streams, make_accelerator
 from mmrl.training.recipe import Step
 from mmrl.training.settings import BaseTrainerConfig
 from mmrl.training.update import count_denominators
+from tests.diffusion.families.tiny import stable_diffusion
 from tests.diffusion.runs import build, make_trainer, run_config
 
 
@@ -108,6 +111,42 @@ def test_loss_is_the_matching_error_of_numpy(tmp_path, digit_model):
     expected = ((v.reshape(noise.shape) - (noise - clean)) ** 2).mean()
     assert float(output.loss.detach()) == pytest.approx(expected, rel=1e-4)
     assert metric_values(output.metrics)["loss/total"] == pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("prediction", ["epsilon", "v_prediction"])
+def test_stable_diffusion_minimises_the_error_of_diffusers_training_script(tmp_path, prediction):
+    config = pretraining(tmp_path, stable_diffusion(tmp_path / "model", prediction))
+    config.model = PipelineConfig(path=config.model.path, lora=DiffusionLora(enabled=False), height=16, width=16)
+    config.evaluation.rewards, config.evaluation.heldout_rewards = [RewardConfig(name="jpeg_incompressibility")], []
+    write_images(
+        tmp_path / "two.npz", np.random.default_rng(0).integers(0, 256, (2, 16, 16, 3), np.uint8), ["one", "two"]
+    )
+    config.images = ImageDataConfig(path=str(tmp_path / "two.npz"))
+    recipe = build(config)
+    policy = recipe.policy
+    # step 990 is where the error of the velocity is a hundred times that of the noise
+    steps = torch.tensor([[10, 990], [500, 3]])
+    sigma = policy.family._sigmas[steps].float()
+    images = encode_given(policy, ["0", "1"], [task.read() for task in recipe.train_tasks], 2)
+    tasks = [DiffusionTask(task.id, task.caption) for task in recipe.train_tasks]
+    recipe.process.timesteps.count = 2
+    rollouts = given_rollouts(policy, tasks, torch.arange(2), images, sigma, torch.tensor([3, 4]))
+    # train_text_to_image.py of diffusers: the scheduler adds the noise, and the UNet predicts what the scheduler says
+    scheduler = DDPMScheduler.from_config(policy.pipeline.scheduler.config)
+    clean = rollouts.payload.latents.repeat_interleave(2, 0)
+    noise = row_noise(rollouts.payload.noise_seed, 2, tuple(clean.shape[1:])).flatten(0, 1)
+    text = text_of(policy, tasks, torch.arange(2).repeat_interleave(2)).expanded()["tokens"]
+    with torch.no_grad():
+        predicted = policy.pipeline.unet(
+            scheduler.add_noise(clean, noise, steps.flatten()), steps.flatten(), text
+        ).sample
+        target = noise if prediction == "epsilon" else scheduler.get_velocity(clean, noise, steps.flatten())
+        expected = (predicted - target).square().flatten(1).mean(1).view(2, 2)
+        torch.testing.assert_close(-recipe.scores(policy, rollouts, frozenset()).logp, expected, rtol=2e-3, atol=1e-5)
+        recipe.config.error = "velocity"
+        ratio = -recipe.scores(policy, rollouts, frozenset()).logp / expected
+    assert ratio[0, 1] > (100 if prediction == "epsilon" else 1)
+    assert ratio.min() >= 0.99
 
 
 def test_captions_are_left_out_at_the_configured_rate(tmp_path, digit_model):
