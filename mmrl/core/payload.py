@@ -22,6 +22,7 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,6 +48,15 @@ def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
 def to_device(tensor: Tensor, device: torch.device | str) -> Tensor:
     """The tensor on a device; a GPU copies it in stream order, without blocking."""
     return tensor.to(device, non_blocking=tensor.device.type == "cpu")
+
+
+def take_rows(x: Tensor, index: Tensor) -> Tensor:
+    """`x[index]` (R, ...) of x (N, ...) for rows (R,) int64, with a gradient whose bits repeat.
+
+    Plain indexing adds the gradients of a repeated row in the order in which CPU threads reach it.
+    """
+    # the gradient of an embedding is added in the order of the index, on GPUs too
+    return functional.embedding(index, x[:, None].flatten(1)).view(len(index), *x.shape[1:])
 
 
 def numbers(values: Sequence[float | Tensor]) -> list[float]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mmrl.core.blocks.foreign import HINTED
 from mmrl.core.objectives.objective import PolicyOutputs
-from mmrl.core.payload import per_row, to_device
+from mmrl.core.payload import per_row, take_rows, to_device
 from mmrl.core.rollouts import Rollouts
 from mmrl.errors import UserError
 from mmrl.training.processes import Streams
@@ -140,7 +140,8 @@ class MaskedPolicy(VlmPolicy):
         tokens, group = payload.response_ids, rollouts.host.group
         if level == "one_step":  # the rows of a group are predicted from the same input
             prompts, masked = payload.prompts, torch.full((len(payload.prompts), tokens.shape[1]), self.mask_id)
-            return self._scored(self.answer_states(prompts, masked)[to_device(group, self.device)], tokens, outputs)
+            states = take_rows(self.answer_states(prompts, masked), to_device(group, self.device))
+            return self._scored(states, tokens, outputs)
         if level == "tokens":
             hidden = payload.hidden[:, 0]
             prompts = [payload.prompts[number] for number in group.tolist()]

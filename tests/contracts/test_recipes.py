@@ -10,6 +10,7 @@ from mmrl.recipes import RECIPES, all_recipes
 from mmrl.training.processes import Streams
 from mmrl.training.recipe import Step
 from tests.contracts.domains import domain_of, make_low, run, weights
+from tests.contracts.unordered import UnorderedSums
 
 
 @pytest.mark.parametrize("name", all_recipes())
@@ -19,7 +20,9 @@ def test_a_recipe_trains_repeats_and_resumes(name, tmp_path):
         pytest.importorskip(module)
     config = domain.make_config(name, tmp_path)
     config.validate()
-    whole, losses = run(config, tmp_path / "whole", steps=2)
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), UnorderedSums() as sums:
+        whole, losses = run(config, tmp_path / "whole", steps=2)
+    assert not sums.found
     assert whole.recipe.describe() not in ("", name, whole.recipe.own_loss)
     assert losses
     assert all(math.isfinite(loss) for loss in losses)

@@ -16,6 +16,7 @@ import torch
 from mmrl.core.block import Block
 from mmrl.core.blocks.advantage import Advantage, group_count, group_sum
 from mmrl.core.loss import PolicyOutputs, masked_mean, masked_sum, required, turn_segments
+from mmrl.core.payload import take_rows
 from mmrl.core.rollouts import Rollouts
 from mmrl.fields import bounded, choice, rare
 
@@ -472,8 +473,8 @@ def group_deviations(x: Tensor, group: Tensor, valid: Tensor, ddof: int = 1) -> 
     # rows without a trained decision have the log-ratio 0, which would pull the mean towards 0
     x = torch.where(valid, x, 0.0)
     number = group_count(group, valid)
-    centred = torch.where(valid, x - (group_sum(x, group, len(group))[group] / number.clamp(min=1)), 0.0)
-    variance = group_sum(centred.square(), group, len(group))[group] / (number - ddof).clamp(min=1)
+    centred = torch.where(valid, x - (take_rows(group_sum(x, group, len(group)), group) / number.clamp(min=1)), 0.0)
+    variance = take_rows(group_sum(centred.square(), group, len(group)), group) / (number - ddof).clamp(min=1)
     # the root has an infinite slope at 0, which would make NaN of the whole gradient
     smallest = torch.finfo(variance.dtype).tiny
     return centred, torch.where(variance > smallest, variance.clamp(min=smallest).sqrt(), 0.0)

@@ -65,13 +65,6 @@ class FixedLayer(StaticLayer):
         made.is_initialized = True
         return made
 
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Select the states of some rows."""
-        assert self.keys is not None
-        assert self.values is not None
-        self.keys, self.values = self.keys[indices], self.values[indices]
-        self.cumulative_length = self.cumulative_length.clone()  # written in place, and shared with the given layer
-
 
 def fixed_cache(cache: Any, room: int) -> Cache:
     """The states of a cache in memory that does not move while up to `room` tokens are read.
@@ -107,8 +100,8 @@ def mapped(cache: DynamicCache, function: Callable[[Tensor], Tensor]) -> Dynamic
         for name, value in vars(layer).items():
             if isinstance(value, dict):
                 setattr(layer, name, {key: function(x) if _is_state(x) else x for key, x in value.items()})
-            elif _is_state(value):
-                setattr(layer, name, function(value))
+            elif isinstance(value, Tensor):  # counters are written in place
+                setattr(layer, name, function(value) if _is_state(value) else value.clone())
     return made
 
 
@@ -152,9 +145,3 @@ class AssignedStates(LinearAttentionLayer):
         self.is_recurrent_states_initialized[state_idx] = True
         self.recurrent_states[state_idx] = recurrent_states
         return recurrent_states
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        """Select the states of some rows; a row may occur several times."""
-        for states in (self.conv_states, self.recurrent_states):
-            for index, state in states.items():
-                states[index] = None if state is None else state[indices]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from mmrl.core.payload import to_device
+from mmrl.core.payload import take_rows, to_device
 from mmrl.vlm.data.prompt import Prompt
 from mmrl.vlm.engine.attention import FIXED_ROOM, TokenRows
 from mmrl.vlm.engine.step_graph import StepGraph
@@ -41,13 +41,13 @@ class CachedPart:
 
     def select(self, rows: Tensor) -> CachedPart:
         """Prompts `rows` (b,), with repeats, in a separate cache."""
-        from mmrl.vlm.engine.cache import mapped
-
-        # new layer objects with the same tensors: `batch_select_indices` replaces states and would change the original
-        cache = mapped(self.cache, lambda state: state)
-        cache.batch_select_indices(rows)
-        columns = [self.lengths, self.next_position, self.last_state, self.real, self.routes]
-        return CachedPart(self.numbers[rows], cache, *(None if x is None else x[rows] for x in columns))  # type: ignore[arg-type]
+        return replace(
+            self.map(lambda state: take_rows(state, rows)),
+            numbers=self.numbers[rows],
+            lengths=self.lengths[rows],
+            next_position=self.next_position[rows],
+            real=None if self.real is None else self.real[rows],
+        )
 
     def fixed(self, room: int) -> CachedPart:
         """The same prompts in memory that does not move while up to `room` tokens are read."""

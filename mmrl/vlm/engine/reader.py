@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmrl.core.payload import sum_of_bits, to_device
+from mmrl.core.payload import sum_of_bits, take_rows, to_device
 from mmrl.vlm.data.prompt import Prompt, leaves
 from mmrl.vlm.engine.attention import ATTENTION_NAME, KeepingRow, PromptRow, ResponseRow, prompt_index, response_index
 from mmrl.vlm.engine.capabilities import joining_problem, reads_images, replaying_problem
@@ -254,7 +254,7 @@ class ModelReader:
         row, step = reading.row, reading.step
         # the first token of a row is predicted by the prompt's last state, which the group shares
         place = torch.where(step == 0, prompt_state_at[reading.group[row]], row_starts_at[row] + step - 1)
-        return torch.cat(found)[place]
+        return take_rows(torch.cat(found), place)
 
     def _joined_states(
         self, policy: Any, reading: Reading, part: CachedPart, local: Tensor, row: Tensor

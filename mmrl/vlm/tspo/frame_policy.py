@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from mmrl.core.objectives.objective import PolicyOutputs
-from mmrl.core.payload import Payload, per_decision, per_group, per_row, shared
+from mmrl.core.payload import Payload, per_decision, per_group, per_row, shared, take_rows
 from mmrl.core.rollouts import Rollouts
 from mmrl.vlm.data.prompt import Prompt, VlmPayload
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
@@ -101,7 +101,7 @@ class TspoPolicy(nn.Module):
         """
         payload = TspoPayload.of(rollouts)
         group = rollouts.group.to(self.device)
-        logits = self.logits(payload.features, payload.temperature)[group]
+        logits = take_rows(self.logits(payload.features, payload.temperature), group)
         noise = None
         if payload.noise:
             noise = torch.zeros_like(logits)

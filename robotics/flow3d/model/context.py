@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from mmrl.core.payload import Payload, per_row, to_device
+from mmrl.core.payload import Payload, per_row, take_rows, to_device
 from mmrl.errors import UserError
 from mmrl.files import expanded
 from mmrl.hub.compat import ensure_torchvision, quiet_transformers
@@ -183,7 +183,7 @@ class FlowContext:
 
     def of(self, scene: Tensor) -> FlowContext:
         """The context of rows, given the scene (R,) of each."""
-        return FlowContext(self.tokens[scene], self.text[scene], self.points[scene])
+        return FlowContext(take_rows(self.tokens, scene), take_rows(self.text, scene), self.points[scene])
 
 
 class SmallContext(nn.Module):
@@ -233,8 +233,7 @@ class SmallContext(nn.Module):
         words = to_device(self.vocabulary.encode(distinct, self.config.words), self.no_text.device)
         index = to_device(torch.tensor([number[text] for text in texts]), words.device)
         # the rows of a group share their instruction, so the encoder runs once per text
-        found: Tensor = self.instruction(words)[index]
-        return found
+        return take_rows(self.instruction(words), index)
 
     def _patch_code(self) -> Tensor:
         """(patches, numbers) code of each patch's center, rows first."""

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from mmrl.core.payload import take_rows
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_config, rare
 from mmrl.files import parse_json, read_file, write_atomically
@@ -247,7 +248,7 @@ class ObservationEncoder(nn.Module):
         words = self.vocabulary.encode(distinct, self.config.words).to(self.queries.device)
         number = {text: place for place, text in enumerate(distinct)}
         index = torch.tensor([number[text] for text in texts], device=self.queries.device)
-        return self.instruction(words)[index]
+        return take_rows(self.instruction(words), index)
 
     def _images(self, batch: PolicyInputs) -> Tensor:
         size = tuple(self.config.image_size or ())
@@ -306,7 +307,7 @@ class StateEncoder(nn.Module):
         if len(distinct) == 1:
             return means
         number = {text: place for place, text in enumerate(distinct)}
-        return means[torch.tensor([number[text] for text in texts], device=means.device)]
+        return take_rows(means, torch.tensor([number[text] for text in texts], device=means.device))
 
 
 class InstructionEncoder(nn.Module):
