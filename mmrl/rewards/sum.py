@@ -377,7 +377,7 @@ class RewardSum:
             if missing:
                 raise UserError(
                     f"reward {term.config.name!r} needs {' and '.join(missing)}, which is neither a data column "
-                    f"nor set in its options; the columns are: {', '.join(sorted(columns)) or 'none'}"
+                    f"nor set in its options; a reward gets lists named {', '.join([*ROWS, *sorted(columns)])}"
                 )
 
     def check_answers(self, places: Sequence[str], columns: Mapping[str, Sequence[Any]]) -> None:

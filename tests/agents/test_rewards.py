@@ -141,7 +141,7 @@ def test_a_run_measures_them_on_held_out_tasks(tmp_path, folder):
 
 
 def test_what_cannot_be_scored_is_refused_before_a_model_is_loaded(tmp_path, folder):
-    with pytest.raises(UserError, match=r"data: reward 'needs_map' needs map.* the columns are: .*goal.*success"):
+    with pytest.raises(UserError, match=r"data: reward 'needs_map' needs map.* named .*goal.*success"):
         AgentRecipe(make_config(tmp_path, folder, judge("needs_map")))
     with pytest.raises(ValueError, match="a reward has the name 'format', which the recipe's own term uses"):
         make_config(tmp_path, folder, RewardConfig("format")).validate()

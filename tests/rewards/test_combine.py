@@ -77,7 +77,7 @@ def test_a_row_with_a_bad_right_answer_does_not_harm_the_others():
 
 def test_missing_column_lists_existing_ones():
     rewards = RewardSum([RewardConfig("number")])
-    with pytest.raises(UserError, match=r"'number' needs answer.*columns are: level, solution"):
+    with pytest.raises(UserError, match=r"'number' needs answer.*named prompts, completions, level, solution"):
         rewards.score(["q"], ["a"], {"solution": [1], "level": [2]})
     with pytest.raises(UserError, match="needs answer"):
         rewards.check_columns(["solution"])
