@@ -144,10 +144,10 @@ def learning_curves(experiment: ExperimentConfig, folder: Path) -> tuple[dict[st
         arm: [plan for plan in by_seed.values() if is_finished(plan)]
         for arm, by_seed in plan_comparison(experiment, folder).items()
     }
-    unit, factor = _axis(experiment.metric)
+    unit, factor = _axis(experiment.metric, experiment.figure.unit)
     runs = {arm: [_evaluated(experiment, plan) for plan in own] for arm, own in plans.items()}
     if any(len(steps) > 2 for own in runs.values() for steps, _ in own):
-        return _bands(runs, factor), f"{experiment.figure.unit or unit}: mean and range of seeds"
+        return _bands(runs, factor), f"{unit}: mean and range of seeds"
     for name, title in LOGGED.items():
         trained = {arm: [_logged(plan, name) for plan in own if plan.reads == "end"] for arm, own in plans.items()}
         if any(steps for own in trained.values() for steps, _ in own):
@@ -183,7 +183,7 @@ def comparison_figure(
     from matplotlib.figure import Figure
 
     look = figure or FigureConfig()
-    metric, factor = _axis(comparison.metric)
+    unit, factor = _axis(comparison.metric, look.unit)
     values = {
         arm: {seed: factor * value for seed, value in entry.values.items() if value is not None}
         for arm, entry in comparison.arms.items()
@@ -206,7 +206,7 @@ def comparison_figure(
     _name_rows(pairs, [f"{names[arm]}\n{told[arm]}" for arm in values])
     means = {arm: factor * _number(entry.mean) for arm, entry in comparison.arms.items()}
     _draw_values(points, values, means, colours, factor)
-    points.set_title(textwrap.fill(shown_text(look.unit or metric), TITLE_LENGTH), **TITLE)
+    points.set_title(textwrap.fill(shown_text(unit), TITLE_LENGTH), **TITLE)
     _name_rows(points, [""] * len(values))
     if rows == 2:
         bands = canvas.add_subplot(grid[1, :])
@@ -216,11 +216,10 @@ def comparison_figure(
     return canvas
 
 
-def _axis(metric: str) -> tuple[str, float]:
-    """A metric's name on an axis, and the factor of its values: shares are in per cent."""
-    if "%" in metric:
-        return metric, 100.0
-    return (f"{metric.replace('/', ', ')}, %", 100.0) if metric.startswith(SHARES) else (metric, 1.0)
+def _axis(metric: str, unit: str = "") -> tuple[str, float]:
+    """The name of an axis, and the factor of its values: shares, and what a given unit says, are in per cent."""
+    shown = unit or (f"{metric.replace('/', ', ')}, %" if metric.startswith(SHARES) else metric)
+    return shown, 100.0 if "%" in shown else 1.0
 
 
 def work_figure(

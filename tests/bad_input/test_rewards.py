@@ -42,7 +42,7 @@ def test_a_reward_that_always_fails_ends_the_first_evaluation(samples, lab, mmrl
     [
         (
             "needs_colour",
-            "needs colour, which is neither a data column nor set in its options; a reward gets lists named prompts, completions, answer",
+            "nor set in its options; a reward gets lists named prompts, completions, answer",
         ),
         (
             "no_prompts",

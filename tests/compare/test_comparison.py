@@ -385,11 +385,12 @@ def test_shares_are_drawn_in_per_cent_and_their_differences_in_points():
     plain = comparison_figure(dataclasses.replace(comparison, metric="score/graded"), curves)
     assert plain.axes[1].get_title(loc="left") == "score/graded"
     look = FigureConfig("New beats old.", {"old_one": "the old way"}, "right answers, %", ["new"])
-    told = comparison_figure(comparison, curves, look)
+    told = comparison_figure(dataclasses.replace(comparison, metric="recall/x"), curves, look)
     assert told.get_suptitle() == "New beats old."
     pairs, values, _ = told.axes
     assert [text.get_text().partition("\n")[0] for text in pairs.get_yticklabels()] == ["the old way", "new"]
     assert values.get_title(loc="left") == "right answers, %"
+    assert sorted(float(x) for dots in values.collections[::2] for x, _ in dots.get_offsets()) == [25, 50]
     colours = [tuple(dots.get_facecolor()[0][:3]) for dots in values.collections[::2]]
     assert colours == [matplotlib.colors.to_rgb(GREY), matplotlib.colors.to_rgb(COLOURS[1])]
 
