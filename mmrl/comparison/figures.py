@@ -151,7 +151,7 @@ def learning_curves(experiment: ExperimentConfig, folder: Path) -> tuple[dict[st
     for name, title in LOGGED.items():
         trained = {arm: [_logged(plan, name) for plan in own if plan.reads == "end"] for arm, own in plans.items()}
         if any(steps for own in trained.values() for steps, _ in own):
-            return _bands(trained, _axis(name)[1]), f"{title}: mean and range of seeds"
+            return _bands(trained, _axis(name, title)[1]), f"{title}: mean and range of seeds"
     return {}, ""
 
 
