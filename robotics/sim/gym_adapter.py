@@ -511,11 +511,16 @@ def _split_keys(
         )
     # the user's choice may be grey; the automatic one never is, as a grey image may be a table
     image = image_key or (images[0] if images else None)
-    # by default entries with two or more dimensions are images or maps, not state
-    flat = [key for key in parts if len(parts[key].shape or ()) < 2 and _is_numeric(parts[key])]
+    # by default entries with two or more dimensions are images or maps, not state; nested ones too
+    flat = [
+        key
+        for key, part in parts.items()
+        if _is_numeric(part) and all(len(leaf.shape or ()) < 2 for leaf in _inner_spaces(part))
+    ]
     chosen = list(state_keys) if state_keys is not None else flat
     neither = [key for key in parts if key not in flat and not _has_channels(parts[key])]
-    for key in chosen:
+    nested = [key for key, part in parts.items() if part.shape is None]
+    for key in chosen if state_keys is not None else nested:
         if any(_has_channels(leaf) for leaf in _inner_spaces(parts[key])):
             raise EnvError(
                 f"the entry {key!r} of the state contains an image; exclude it with state_keys, or wrap the "

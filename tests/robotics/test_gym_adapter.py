@@ -268,9 +268,33 @@ def test_entries_of_a_dict_within_a_dict_are_state():
             return {"goal": {"kettle": np.array([7.0]), "door": np.array([[5.0, 6.0]])}, "zeta": np.array([1.0, 2.0])}
 
     goal = spaces.Dict({"kettle": spaces.Box(-9, 9, (1,)), "door": spaces.Box(-9, 9, (1, 2))})
-    adapted = row(Kitchen(spaces.Dict({"goal": goal, "zeta": spaces.Box(-1, 1, (2,))})))
+    kitchen = Kitchen(spaces.Dict({"goal": goal, "zeta": spaces.Box(-1, 1, (2,))}))
+    adapted = row(kitchen, state_keys=["goal", "zeta"])
     assert adapted.state_size == 5
     np.testing.assert_array_equal(adapted.state(), [5, 6, 7, 1, 2])
+    # a matrix is state only if the user says so, wherever it is
+    assert row(kitchen).state_size == 2
+    assert "goal" in row(kitchen).left_out
+
+
+@pytest.mark.parametrize(
+    "inside",
+    [
+        spaces.Box(0, 1, (8, 8), np.float32),
+        spaces.Box(0, 255, (8, 8), np.uint8),
+        spaces.Box(0, 255, (2, 8, 8, 3), np.uint8),
+    ],
+)
+def test_maps_and_stacks_of_images_within_a_dict_are_left_out_of_the_state(inside):
+    observation = spaces.Dict({"sensors": spaces.Dict({"depth": inside}), "zeta": spaces.Box(-1, 1, (2,))})
+
+    class Seeing(Arm):
+        def _observe(self):
+            return {"sensors": {"depth": np.zeros(inside.shape, inside.dtype)}, "zeta": np.array([1.0, 2.0])}
+
+    adapted = row(Seeing(observation))
+    assert adapted.state_size == 2
+    assert list(adapted.left_out) == ["sensors"]
 
 
 def test_images_are_not_part_of_the_state():
