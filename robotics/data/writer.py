@@ -174,6 +174,11 @@ def check_appendable(
         own, named = names_of_feature(feature), names_of_feature(info["features"].get(key, {}))
         if own and named and own != named and feature["dtype"] not in IMAGES:
             raise UserError(f"{folder} has {key} with the entries {', '.join(named)}, not {', '.join(own)}")
+        before, now = (one.get("info") or {} for one in (info["features"].get(key, {}), feature))
+        # the same number would mean another command
+        for about in ("units", "low", "high"):
+            if about in before and about in now and before[about] != now[about]:
+                raise UserError(f"{folder} has {key} with {about} {before[about]}, not {now[about]}")
     for key, wanted in (("fps", fps), ("robot_type", robot_type)):
         if wanted is not None and info.get(key) != wanted:
             raise UserError(f"{folder} has {key} {info.get(key)!r}, not {wanted!r}")

@@ -41,7 +41,8 @@ def action_units(info: Mapping[str, Any]) -> tuple[str, ActionRange | None]:
     texts = found if isinstance(found, list) else list(found.values()) if isinstance(found, Mapping) else [found]
     low, high = about.get("low"), about.get("high")
     bounds = None
-    if isinstance(low, list) and isinstance(high, list) and len(low) == len(high) == int(np.prod(feature["shape"])):
+    # the last axis: a replay may have chunks of actions
+    if isinstance(low, list) and isinstance(high, list) and [len(low)] == [len(high)] == list(feature["shape"])[-1:]:
         bounds = ActionRange(tuple(map(float, low)), tuple(map(float, high)), bool(about.get("integer", False)))
     return ", ".join(dict.fromkeys(str(text) for text in texts if text)), bounds
 
@@ -98,6 +99,30 @@ def check_state(path: str, sim: RobotSim, accept_other: Collection[str] = ()) ->
     info, theirs = LeRobotReader(path).info, interface_of(sim)
     state = _comparable(dataset_interface(info, ()).state, theirs.state)
     refuse_differences(RobotInterface(state).differences(theirs), f"the dataset {path}", "the simulator", accept_other)
+
+
+def check_replay(
+    path: str, info: Mapping[str, Any], steps: int, sim: RobotSim, accept_other: Collection[str] = ()
+) -> None:
+    """Reject transitions of another run whose states, control rate or action bounds differ from a simulator's.
+
+    Args:
+        path: of the dataset, for the message.
+        info: content of its `meta/info.json`.
+        steps: control steps of one of its frames.
+        sim: the simulator, in which the run acts.
+        accept_other: facts that may differ, see `FACTS`.
+
+    Raises:
+        UserError: something differs.
+    """
+    data, theirs = dataset_interface(info, ()), interface_of(sim)
+    rate = None if data.control_hz is None else data.control_hz * steps
+    found = RobotInterface(_comparable(data.state, theirs.state), control_hz=rate).differences(theirs)
+    own, made_with = bounds_of(sim) or _plain(sim.action_size), action_units(info)[1]
+    if made_with is not None and not made_with.same_as(own):
+        found["action_bounds"] = f"the bounds of an action are {made_with} in {{0}} and {own} in {{1}}"
+    refuse_differences(found, f"the replay {path}", "the simulator", accept_other)
 
 
 def in_simulator_units(

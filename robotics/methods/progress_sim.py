@@ -20,6 +20,7 @@ from mmrl.errors import UserError
 from mmrl.fields import SET, only_with, rare
 from mmrl.files import expanded
 from robotics.data import LeRobotReader
+from robotics.episodes.dataset_fit import check_state
 from robotics.methods.latents import LatentConfig, StateLatent, make_latent
 from robotics.methods.progress import ProgressSettings, progress_rewards
 from robotics.sim.episodes import ChunkResult, EpisodeSpec, RobotObservation, RobotSim, begin_episodes
@@ -60,14 +61,15 @@ class ProgressSim:
     Args:
         sim: the simulator.
         config: demonstrations, latent and conversion.
+        accept_other: facts in which demonstrations and simulator may differ, see `robotics.sim.interface.FACTS`.
 
     Raises:
-        UserError: latent and simulator do not fit, or a task has no successful demonstration.
+        UserError: latent, demonstrations and simulator do not fit, or a task has no successful demonstration.
     """
 
     potential_rewards = True
 
-    def __init__(self, sim: RobotSim, config: PotentialConfig) -> None:
+    def __init__(self, sim: RobotSim, config: PotentialConfig, accept_other: Collection[str] = ()) -> None:
         self._sim, self._settings = sim, config.progress
         latent_config = config.latent
         if latent_config.kind == "state" and not latent_config.path and not latent_config.options:
@@ -86,8 +88,16 @@ class ProgressSim:
                 f"the states of potential.demonstrations have {self._latent.state_size} entries, but those of the "
                 f"simulator have {sim.state_size}"
             )
+        reader = LeRobotReader(expanded(config.demonstrations))
+        if isinstance(self._latent, StateLatent):
+            check_state(str(reader.folder), sim, accept_other)
+        if self._latent.needs_images and config.camera not in reader.cameras:
+            raise UserError(
+                f"potential.camera is '{config.camera}', but {reader.folder} has "
+                f"{', '.join(reader.cameras) or 'no cameras'}"
+            )
         found: dict[str, list[NDArray[np.float32]]] = {text: [] for text in sim.tasks().values()}
-        for episode in LeRobotReader(expanded(config.demonstrations)):
+        for episode in reader:
             if episode.success and episode.task in found:
                 images = episode.images[config.camera] if self._latent.needs_images else None
                 found[episode.task] += list(self._latent.embed([images], [episode.state]).latents)
@@ -96,10 +106,12 @@ class ProgressSim:
         self._references: dict[Hashable, ArrayLike] = {text: np.stack(latents) for text, latents in found.items()}
 
     @classmethod
-    def over(cls, sim: RobotSim, config: PotentialConfig) -> RobotSim:
-        """The same, for a simulator that is closed if they do not fit."""
+    def over(cls, sim: RobotSim, config: PotentialConfig, accept_other: Collection[str] = ()) -> RobotSim:
+        """The same, for a simulator that is closed if they do not fit; without demonstrations, the simulator itself."""
+        if not config.demonstrations:
+            return sim
         try:
-            made: Any = cls(sim, config)
+            made: Any = cls(sim, config, accept_other)
         except UserError:
             sim.close()
             raise

@@ -15,7 +15,7 @@ from mmrl.files import expanded
 from mmrl.hub.building import BuiltPath, build_if_missing
 from robotics.data import LeRobotReader
 from robotics.data.features import ACTION, EXECUTED, FULL_STATE, REWARD, STATE
-from robotics.episodes.dataset_fit import UNITS, check_state, in_simulator_units
+from robotics.episodes.dataset_fit import UNITS, check_replay, in_simulator_units
 from robotics.episodes.demonstrations import DemonstrationConfig, Demonstrations, check_finite, load_demonstrations
 from robotics.offpolicy.replay import DATASET, INTERVENTION, NEXT, read_records
 from robotics.offpolicy.transitions import TransitionForm
@@ -79,7 +79,7 @@ def prior_records(
                 f"prior.path: the replay {folder} {'lacks' if form.watched else 'has'} the rewards of an overseer's "
                 "interventions, unlike this run; set prior.path to demonstrations"
             )
-        check_state(str(folder), sim, accept_other)
+        check_replay(str(folder), reader.info, form.chunk, sim, accept_other)
         records = read_records(folder, form)
         # the run that recorded it may have had other tasks, or the same ones in another order
         texts = [episode["tasks"][0] for episode in reader.episodes]

@@ -54,8 +54,7 @@ def replay_features(form: TransitionForm, state_names: Sequence[str] | None = No
     def part(*shape: int, dtype: str = "float32", names: Sequence[str] | None = None) -> dict[str, Any]:
         return {"dtype": dtype, "shape": list(shape), "names": None if names is None else list(names)}
 
-    single = form.chunk == 1
-    action = part(form.action) if single else part(form.chunk, form.action)
+    action = part(form.action) if form.chunk == 1 else part(form.chunk, form.action)
     features = {STATE: part(form.state, names=state_names), ACTION: action}
     features |= {NEXT + STATE: part(form.state), REWARD: part(form.chunk), STEPS: part(1, dtype="int32")}
     features |= {TERMINATED: part(1, dtype="bool"), TASK: part(1, dtype="int32")}
@@ -164,8 +163,7 @@ class Replay:
         columns |= {} if episode.noise is None else {NOISE: episode.noise}
         columns |= {} if episode.by_overseer is None else {INTERVENTION: episode.by_overseer}
         actions = episode.actions[:, 0] if self.form.chunk == 1 else episode.actions
-        task = episode.instruction
-        self._writer.add_episode(records["state"], actions, None, task, episode.success, extra=columns)
+        self._writer.add_episode(records["state"], actions, None, episode.instruction, episode.success, extra=columns)
         self.episodes += 1
 
     def _finish(self) -> None:

@@ -52,7 +52,9 @@ from mmrl.training.processes import HeapTrimmer, Streams, make_generator
 from mmrl.training.recipe import Reference, Step
 from mmrl.training.settings import BaseRunConfig, BaseTrainerConfig
 from mmrl.training.update import MAX_NONFINITE, weights_digest
+from robotics.data.features import ACTION
 from robotics.episodes.collect import Episodes, run_episodes
+from robotics.episodes.dataset_fit import recorded_features
 from robotics.episodes.episode_evaluation import RobotEvaluationConfig
 from robotics.episodes.payload import EpisodePayload, EpisodeSetConfig
 from robotics.methods.ppo import ChunkRewardConfig, ChunkWeights
@@ -303,7 +305,7 @@ class RobotSacRecipe(RobotRecipe):
 
     def wrapped(self, sim: RobotSim) -> RobotSim:
         """The simulator, with the configured potential as its rewards."""
-        return ProgressSim.over(sim, self.config.potential) if self.config.potential.demonstrations else sim
+        return ProgressSim.over(sim, self.config.potential, self.config.model.accept_other)
 
     def make_objective(self) -> Objective:
         """None of its blocks is used: the loss is that of `SacUpdater`."""
@@ -339,6 +341,7 @@ class RobotSacRecipe(RobotRecipe):
         # a head on a frozen base reads more than the state
         names = about.state if self.form.state == self.sim.state_size else None
         self.replay = Replay(folder, self.form, rate, names)
+        self.replay.features[ACTION] |= {"info": recorded_features(self.sim, {})[ACTION]["info"]}
         self.opened.callback(self.replay.close)
         self.prior = TransitionFile(folder / "prior.bin", self.form) if self._prior is not None else None
         if self.prior is not None and self._prior is not None:

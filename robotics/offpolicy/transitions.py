@@ -48,9 +48,8 @@ class TransitionForm:
     @property
     def dtype(self) -> np.dtype[np.void]:
         """A transition as one record, so that a batch gathers each row from one place."""
-        sized = [("state", self.state), ("full", self.full)]
-        seen = [(name, np.float32, (size,)) for name, size in sized]
-        following = [(f"next_{name}", np.float32, (size,)) for name, size in sized]
+        seen = [("state", np.float32, (self.state,)), ("full", np.float32, (self.full,))]
+        following = [(f"next_{name}", dtype, shape) for name, dtype, shape in seen]
         chunk = [("actions", np.float32, self.judged), ("rewards", np.float32, (self.chunk,))]
         chunk += [("demonstrated", np.float32, (self.chunk, self.action))] if self.demonstrated else []
         # the reward before the chunk, for rewards that are differences of a potential

@@ -348,6 +348,19 @@ def test_appending_other_things_is_refused(tmp_path):
         EpisodeWriter(tmp_path, FPS, robot_features(["z", "y", "x"], 2, {"front": (16, 24)}))
 
 
+def test_appending_actions_of_other_bounds_is_refused(tmp_path):
+    def reaching(metres):
+        found = robot_features(1, 1)
+        found["action"]["info"] = {"units": "normalised", "low": [-metres], "high": [metres]}
+        return found
+
+    for _ in range(2):
+        with EpisodeWriter(tmp_path, FPS, reaching(0.05)) as writer:
+            writer.add_episode(np.zeros((2, 1)), np.zeros((2, 1)), None, "reach", True)
+    with pytest.raises(UserError, match=r"has action with low \[-0\.05\], not \[-0\.1\]"):
+        EpisodeWriter(tmp_path, FPS, reaching(0.1))
+
+
 def test_videos_and_episode_rows_roll_over(tmp_path):
     # An episode's row alone takes 48 kB as a file, its video 1.7 kB.
     write(tmp_path, range(9), StorageSettings(data_mb=110_000 / 1024**2, video_mb=4000 / 1024**2, files_per_chunk=2))

@@ -1,5 +1,9 @@
 """SRPO's progress as the reward of every look."""
 
+import json
+import shutil
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -58,6 +62,13 @@ def test_a_run_learns_from_it(tmp_path, demos):
     trainer.recipe.close()
 
 
+def test_a_camera_that_the_demonstrations_lack_is_named(demos, monkeypatch):
+    latent = SimpleNamespace(looks_at="robot", needs_images=True)
+    monkeypatch.setattr("robotics.methods.progress_sim.make_latent", lambda config: latent)
+    with pytest.raises(UserError, match=r"potential\.camera is 'front', but .* has no cameras"):
+        ProgressSim(LineSim(), PotentialConfig(demonstrations=str(demos), latent=LatentConfig(kind="video")))
+
+
 def test_what_does_not_fit_is_refused(tmp_path, demos):
     with pytest.raises(UserError, match="no success of 'go left'"):
         ProgressSim(LineSim(), PotentialConfig(demonstrations=str(demonstrate(tmp_path / "one", episodes=1))))
@@ -66,6 +77,17 @@ def test_what_does_not_fit_is_refused(tmp_path, demos):
         ProgressSim(LineSim(), video)
     with pytest.raises(ValueError, match=r"only norm: initial with references: task"):
         PotentialConfig(demonstrations=str(demos), progress=ProgressSettings()).validate()
+    named = LineSim()
+    named.state_names = ("goal", "position")
+    info = demos / "meta/info.json"
+    content = json.loads(info.read_text())
+    content["features"]["observation.state"]["names"] = ["position", "goal"]
+    ordered = tmp_path / "ordered"
+    shutil.copytree(demos, ordered)
+    (ordered / "meta/info.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="the same names in a different order"):
+        ProgressSim(named, PotentialConfig(demonstrations=str(ordered)))
+    ProgressSim(named, PotentialConfig(demonstrations=str(ordered)), accept_other=["state"])
     config = sac_config(tmp_path, potential=None)
     config.potential = PotentialConfig(demonstrations=str(demos))
     with pytest.raises(ValueError, match=r"reward\.potential is not; give it a weight"):

@@ -18,7 +18,7 @@ from robotics.offpolicy.transitions import Experience, TransitionForm
 from robotics.sim.episodes import EpisodeSpec
 from tests.robotics.line_demos import demonstrate
 from tests.robotics.line_sim import LineSim
-from tests.robotics.offpolicy.line_sac import rlpd_config
+from tests.robotics.offpolicy.line_sac import rlpd_config, sac_config
 
 FORM = TransitionForm(state=2, full=0, chunk=2, action=1)
 FLAT = TransitionForm(state=2, full=0, chunk=1, action=1)
@@ -93,6 +93,31 @@ def test_the_tasks_of_another_runs_replay_are_those_of_its_instructions(tmp_path
     assert found["actions"].ravel().tolist() == [1, 1, -1, -1]
     with pytest.raises(UserError, match=r"has the instruction 'go right'; the tasks have \['go left'\]"):
         records(tmp_path / "replay", FLAT, OneWay())
+
+
+@pytest.mark.parametrize("chunk", [1, 2])
+def test_the_replay_of_a_robot_with_another_rate_or_other_bounds_is_refused(tmp_path, chunk):
+    class Robot(LineSim):
+        def __init__(self, control_hz, reach):
+            super().__init__()
+            self.control_hz, self.action_bounds = control_hz, (np.array([-reach]), np.array([reach]))
+
+    config = sac_config(tmp_path)
+    config.model.chunk = chunk
+    recipe = RobotSacRecipe(config, sim=Robot(10.0, 0.5))
+    recipe.open_replay(tmp_path / "replay")
+    parts = np.zeros((3, 2), np.float32), np.zeros((3, 0), np.float32), np.ones((2, chunk, 1), np.float32)
+    rest = np.zeros((2, chunk), np.float32), np.ones(2, np.int32), 0, "go right", True, True
+    recipe.replay.append([Experience(*parts, *rest)])
+    recipe.replay.save(tmp_path / "copy")
+    form = recipe.form
+    recipe.close()
+    assert len(records(tmp_path / "copy", form, Robot(10.0, 0.5))) == 2
+    with pytest.raises(UserError, match="has 10 control steps per second, the simulator has 50"):
+        records(tmp_path / "copy", form, Robot(50.0, 0.5))
+    with pytest.raises(UserError, match=r"bounds of an action are -0\.5\.\.0\.5 in the replay .* and -1\.\.1 in"):
+        records(tmp_path / "copy", form, Robot(10.0, 1.0))
+    assert len(records(tmp_path / "copy", form, Robot(50.0, 1.0), accept_other=["control_hz", "action_bounds"])) == 2
 
 
 @pytest.mark.parametrize(("own", "given", "text"), [(False, True, "has"), (True, False, "lacks")])
