@@ -21,7 +21,7 @@ from mmrl.files import is_file, replaced
 from mmrl.hub.building import BuiltPath
 from mmrl.hub.foreign import to_rgb
 from mmrl.hub.images import check_pixels, decode_image, image_pixels_option, read_image_file
-from mmrl.hub.tables import LINES, READERS, ArrowImage, DataRow, built_path, good_rows
+from mmrl.hub.tables import LINES, READERS, ArrowImage, DataRow, built_path, good_rows, media_folder
 
 PACKED = ".npz"
 
@@ -43,8 +43,9 @@ class ImageDataConfig(BuiltPath):
     """Location of the captioned images."""
 
     path: str = MISSING
-    """A .npz file with `images` uint8 (N, h, w, 3), or (N, F, h, w, 3) for videos, and `captions`; or a .jsonl, .json
-    or .parquet file with the columns image (a path relative to the file, or in parquet the image itself) and prompt."""
+    """A .npz file with `images` uint8 (N, h, w, 3), or (N, F, h, w, 3) for videos, and `captions`; or a .jsonl, .json,
+    .parquet or .csv file or a dataset folder, with the columns image (a path relative to the data, or in tables the
+    image itself) and prompt."""
     max_image_pixels: int = rare(image_pixels_option())
     """Maximum number of pixels of an image, checked in the file header before decoding."""
 
@@ -150,19 +151,20 @@ def _array_header(packed: zipfile.ZipFile, name: str) -> tuple[tuple[int, ...], 
 
 
 def readable(config: Any, key: str) -> Path:
-    """The file of a configuration with `path` and `build`, built if it is missing; `key` is the option's section."""
-    path = built_path(config, key, "a .npz or .jsonl file")
-    if path.is_dir():
-        raise UserError(f"{key}.path: {path} is a folder; use a .npz, .jsonl, .json or .parquet file")
-    if not is_file(path):
+    """File or folder of a configuration with `path` and `build`, built if missing; `key` is the option's section."""
+    path = built_path(config, key, "a .npz, .jsonl, .json, .parquet or .csv file, or a dataset folder")
+    if not path.exists():
         raise UserError(f"{key}.path: file not found: {path}")
     return path
 
 
 def read_list(path: Path) -> Iterator[DataRow]:
     """The rows of a list of image files; raises UserError at the first invalid one."""
-    if path.suffix.lower() not in (LINES, *READERS):
-        raise UserError(f"{path}: unsupported extension {path.suffix!r}; use a .npz, .jsonl, .json or .parquet file")
+    if not path.is_dir() and path.suffix.lower() not in (LINES, *READERS):
+        raise UserError(
+            f"{path}: unsupported extension {path.suffix!r}; use a .npz, .jsonl, .json, .parquet or .csv file, or a "
+            "dataset folder"
+        )
     return good_rows(str(path))
 
 
@@ -185,9 +187,9 @@ def _read_list(path: Path, config: ImageDataConfig) -> list[CaptionedImage]:
                 f"{columns}"
             )
         check_caption(row.place, caption)
-        image = ImageFile.of(cell, path.parent, config.max_image_pixels)
+        image = ImageFile.of(cell, media_folder(path), config.max_image_pixels)
         if image is None:
-            raise UserError(f"{row.place}: image not found: {path.parent / str(cell)}")
+            raise UserError(f"{row.place}: image not found: {media_folder(path) / str(cell)}")
         found.append(CaptionedImage(row.place, caption, image))
     return found
 

@@ -30,7 +30,7 @@ from mmrl.fields import choice, rare
 from mmrl.files import replaced
 from mmrl.hub.building import BuiltPath
 from mmrl.hub.images import image_pixels_option
-from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows
+from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows, media_folder
 
 NUMBERS = ("score_chosen", "score_rejected", "text_quality")
 """Optional numeric columns of a pair."""
@@ -63,9 +63,9 @@ class ImagePairConfig(BuiltPath):
 
     path: str = MISSING
     """A .npz file with `captions` (N texts), `chosen` and `rejected` uint8 (N, h, w, 3), or (N, F, h, w, 3) for videos,
-    and optionally the numbers score_chosen, score_rejected and text_quality, or a .jsonl, .json or .parquet file with
-    the columns prompt, chosen and rejected, where the images are paths relative to the file, or in parquet the images
-    themselves."""
+    and optionally the numbers score_chosen, score_rejected and text_quality, or a .jsonl, .json, .parquet or .csv file
+    or a dataset folder, with the columns prompt, chosen and rejected, where the images are paths relative to the data,
+    or in tables the images themselves."""
     max_image_pixels: int = rare(image_pixels_option())
     """Maximum number of pixels of an image, checked in the file header before decoding."""
     on_bad_row: str = rare(choice("error", BAD_ROWS))
@@ -146,7 +146,7 @@ def _listed_pair(row: DataRow, path: Path, config: ImagePairConfig) -> ImagePair
     if not isinstance(caption, str):
         raise UserError(f"{row.place}: expected the text of column prompt; the row has {', '.join(row.cells)}")
     check_caption(row.place, caption)
-    chosen, rejected = (ImageFile.of(name, path.parent, config.max_image_pixels) for name in names)
+    chosen, rejected = (ImageFile.of(name, media_folder(path), config.max_image_pixels) for name in names)
     if chosen is None or rejected is None:
         gone = names[0] if chosen is None else names[1]
         raise BadRowError("missing_side", row.place, f"image not found: {gone}")

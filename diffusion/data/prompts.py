@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,12 +13,11 @@ import numpy as np
 from numpy.typing import NDArray
 from omegaconf import MISSING
 
-from mmrl.errors import UserError
 from mmrl.fields import choice, rare
-from mmrl.files import LONGEST_LINE, expanded, is_file, read_lines
+from mmrl.files import expanded, is_file
 from mmrl.hub.foreign import MalformedError, to_rgb
 from mmrl.hub.images import ImageError, decode_image, image_pixels_option, read_image_file
-from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows, RowsConfig, built_path, check_split, rows
+from mmrl.hub.tables import BAD_ROWS, BadRowError, DataRow, LoadedRows, RowsConfig, built_path, media_folder, rows
 
 LIMIT = "data.max_image_pixels"
 
@@ -95,7 +94,7 @@ class PromptConfig(RowsConfig):
     """Source of the prompts."""
 
     path: str = MISSING
-    """A .txt file with one prompt per line, a .jsonl, .json or .parquet file, a dataset folder or a Hub id."""
+    """A .txt file with one prompt per line, a .jsonl, .json, .parquet or .csv file, a dataset folder or a Hub id."""
     prompt_key: str = "prompt"
     """Column with the prompt."""
     image_key: str = rare("image")
@@ -123,9 +122,9 @@ def load_prompts(
     Raises:
         UserError: nothing is there, no prompt is usable, or a row is bad and `on_bad_row` is "error".
     """
-    built_path(config, "data", "a .txt, .jsonl, .json or .parquet file, a folder or a Hub id")
+    built_path(config, "data", "a .txt, .jsonl, .json, .parquet or .csv file, a folder or a Hub id")
     loaded = LoadedRows[DiffusionTask](on_bad_row=config.on_bad_row)
-    loaded.take(_rows(config), lambda row: _task(row, config, too_long), config.max_tasks)
+    loaded.take(rows(config), lambda row: _task(row, config, too_long), config.max_tasks)
     loaded.check_left(config.path)
     return loaded
 
@@ -133,25 +132,9 @@ def load_prompts(
 def has_images(config: Any, otherwise: bool) -> bool:
     """Whether the first usable prompt of a run's data has an image; `otherwise` if the file does not exist yet."""
     data = getattr(config, "data", None)
-    if not isinstance(data, PromptConfig) or not expanded(data.path).is_file():
+    if not isinstance(data, PromptConfig) or not expanded(data.path).exists():
         return otherwise
     return load_prompts(replace(data, max_tasks=1)).tasks[0].image is not None
-
-
-def _rows(config: PromptConfig) -> Iterator[DataRow]:
-    path = expanded(config.path)
-    if path.suffix.lower() != ".txt":
-        yield from rows(config)
-        return
-    # a text file has no splits, so another one than train is a mistake
-    check_split(config.path, config.split, config.subset)
-    try:
-        for number, line in enumerate(read_lines(path, None), start=1):
-            problem = f"the line is longer than {LONGEST_LINE / 1e6:g} MB" if len(line) > LONGEST_LINE else None
-            text = "" if problem else line.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
-            yield DataRow(f"{path.name} line {number}", {config.prompt_key: text}, problem)
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from error
 
 
 def _task(row: DataRow, config: PromptConfig, too_long: Callable[[str], str | None]) -> DiffusionTask:
@@ -162,7 +145,7 @@ def _task(row: DataRow, config: PromptConfig, too_long: Callable[[str], str | No
     image, cell = None, row.cells.get(config.image_key) if config.image_key else None
     if cell is not None:
         try:
-            image = ReferenceImage.of(cell, expanded(config.path).parent, config.max_image_pixels)
+            image = ReferenceImage.of(cell, media_folder(expanded(config.path)), config.max_image_pixels)
         except ImageError as error:
             message = f"the image of column '{config.image_key}' cannot be used: {error}"
             raise BadRowError("image", row.place, message) from None

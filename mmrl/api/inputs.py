@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from mmrl.api.methods import is_module, is_network, is_pipeline
-from mmrl.api.rows import HELD_OUT, place, splits_of
+from mmrl.api.rows import HELD_OUT, MEDIA, place, splits_of
 from mmrl.config import escaped
 from mmrl.entries import RecipeEntry
 from mmrl.errors import UserError, did_you_mean
@@ -237,8 +237,9 @@ def _take_saved(
     inputs.lent += parts
 
 
-def take_rows(inputs: Inputs, data: Any, eval_data: Any) -> None:
-    """Set the training rows and the held-out rows."""
+def take_rows(inputs: Inputs, data: Any, eval_data: Any, settings: Mapping[str, Any]) -> None:
+    """Set the training rows and the held-out rows; the settings may name columns with images and videos."""
+    media = {*MEDIA, *_media_columns(inputs.values), *_media_columns(settings)}
     sets = splits_of(data, "data") if data is not None else {}
     if "" not in sets and sets:  # such as a DatasetDict
         if "train" not in sets:
@@ -250,19 +251,27 @@ def take_rows(inputs: Inputs, data: Any, eval_data: Any) -> None:
         key = next((name for name in ROWS if is_dataclass(_section(inputs.entry, name))), "")
         if not key:
             raise UserError(f"'{inputs.entry.name}' has no data; leave data out")
-        inputs.values[key] = _set_of(inputs, sets[""], _section(inputs.entry, key), key, "train")
+        inputs.values[key] = _set_of(inputs, sets[""], _section(inputs.entry, key), key, "train", media)
     if eval_data is not None:
         kinds = typing.get_args(_section(inputs.entry, "eval_data"))
         if len(kinds) != 2:
             raise UserError(f"'{inputs.entry.name}' has no held-out data; leave eval_data out")
         for name, rows in splits_of(eval_data, "eval_data").items():
             name = name or HELD_OUT
-            values = _set_of(inputs, rows, kinds[1], f"eval_data.{name}", name)
+            values = _set_of(inputs, rows, kinds[1], f"eval_data.{name}", name, media)
             inputs.values.setdefault("eval_data", {})[name] = values  # a name may contain dots
     _keep_apart(inputs)
 
 
-def _set_of(inputs: Inputs, rows: Any, section: Any, key: str, name: str) -> dict[str, Any]:
+def _media_columns(values: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _media_columns(value)
+        elif isinstance(value, str) and key.rpartition(".")[2] in ("image_key", "video_key"):
+            yield value
+
+
+def _set_of(inputs: Inputs, rows: Any, section: Any, key: str, name: str, media: set[str]) -> dict[str, Any]:
     """Values of a section of rows, which messages call by its key."""
     found = Inputs(inputs.entry, inputs.folder, objects=inputs.objects)
     known = {item.name for item in fields(section)}
@@ -278,7 +287,9 @@ def _set_of(inputs: Inputs, rows: Any, section: Any, key: str, name: str) -> dic
         option = next((option for option in ("path", "file") if option in known), None)
         if option is None:
             raise UserError(f"{key}: '{inputs.entry.name}' takes no rows; pass the number of {count or 'tasks'}")
-        found.set(option, place(rows, inputs.folder / "data", name))
+        # of pairs of images; those of texts are in the section data
+        media = media | {"chosen", "rejected"} if key == "pairs" else media
+        found.set(option, place(rows, inputs.folder / "data", name, media))
     return found.values
 
 

@@ -207,7 +207,7 @@ def _inputs_of(
     inputs.objects.update(run.objects)
     if data is not None:
         inputs.values["eval_data"] = {}
-        take_rows(inputs, None, data)
+        take_rows(inputs, None, data, {**settings, **(options or {})})
     take_rewards(inputs, reward)
     take_env(inputs, env)
     take_settings(inputs, settings)
@@ -237,7 +237,7 @@ def _inputs(
     if objective:
         inputs.set("objective.preset", objective)
     take_model(inputs, model)
-    take_rows(inputs, data, eval_data)
+    take_rows(inputs, data, eval_data, {**settings, **(options or {})})
     take_rewards(inputs, reward)
     take_env(inputs, env)
     take_settings(inputs, settings if steps is None else {"steps": steps, **settings})

@@ -79,6 +79,11 @@ NO_NUMBERS = {
     "file",
 }
 """Keys of a peer in a golden file that describe how its numbers were made."""
+ARXIV_IDS = re.compile(r"\d{4}\.\d{4,5}")
+ARXIV = re.compile(
+    r"(?:(?:https?://)?arxiv\.org/(?:abs|pdf)/|arxiv[: ]\s*)?(\d{4}\.\d{4,5})(?:v\d+)?(?:\.pdf)?", re.IGNORECASE
+)
+"""An arXiv id, or a link to it."""
 NEWLINE = "\n" + 14 * " "
 """Separator between the lines of one entry."""
 
@@ -115,7 +120,7 @@ class Place(NamedTuple):
 
 
 def find_name(name: str) -> str | Paper | Omitted:
-    """Look up an objective, a recipe or a paper by one of its names or the beginning of one.
+    """Look up an objective, a recipe or a paper by one of its names, the beginning of one, or its arXiv id.
 
     Raises:
         UserError: Nothing, or several things, are called like this.
@@ -130,11 +135,26 @@ def find_name(name: str) -> str | Paper | Omitted:
     found = [paper for paper in papers if paper.name.lower() == name.lower()] or found
     found = found or [other for other in known if other.startswith(name)]
     found = found or [paper for paper in papers if any(other.startswith(spelled(name)) for other in called(paper))]
+    found = found or _cited(name)
     if len(found) == 1:
         return found[0]
     if found:
         raise UserError(f"'{name}' is ambiguous: {', '.join(map(_introduced, found))}")
     raise UserError(f"unknown objective, recipe or paper '{name}'; {_suggested(name)}`mmrl list` shows all")
+
+
+def _cited(name: str) -> list[str | Paper | Omitted]:
+    """What implements the paper with an arXiv id, or a link to it: objectives, else recipes, else papers."""
+    wanted = ARXIV.fullmatch(name)
+    if wanted is None:
+        return []
+    entries = {**all_recipes(), **ROWS}
+    # further ids of a citation are of papers that it builds on
+    own = [other for other, entry in entries.items() if ARXIV_IDS.findall(entry.citation)[:1] == [wanted[1]]]
+    found = [row for row in own if row in ROWS] or own
+    # of flow_grpo and flow_grpo_fast, the first is the paper
+    found = [row for row in found if all(other.startswith(row) for other in found)] or found
+    return [*found] or [paper for paper in PAPERS if wanted[1] in paper.source]
 
 
 def _introduced(found: str | Paper | Omitted) -> str:

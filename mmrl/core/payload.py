@@ -22,7 +22,6 @@ from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 import torch
-from torch.nn import functional
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -56,7 +55,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     Plain indexing adds the gradients of a repeated row in the order in which CPU threads reach it.
     """
     # the gradient of an embedding is added in the order of the index, on GPUs too
-    return functional.embedding(index, x[:, None].flatten(1)).view(len(index), *x.shape[1:])
+    return torch.nn.functional.embedding(index, x[:, None].flatten(1)).view(len(index), *x.shape[1:])
 
 
 def numbers(values: Sequence[float | Tensor]) -> list[float]:

@@ -1,4 +1,4 @@
-"""Read rows from JSONL, JSON and parquet files, saved dataset folders and hub datasets, and make them tasks."""
+"""Read rows from JSONL, JSON, parquet, CSV and text files, dataset folders and hub datasets, and make them tasks."""
 
 from __future__ import annotations
 
@@ -185,6 +185,11 @@ def read_rows(path: str, split: str, subset: str | None) -> Iterator[DataRow]:
         raise UserError(_missing(file))
 
 
+def media_folder(path: Path) -> Path:
+    """Folder that relative paths of images and videos in a data set refer to."""
+    return path if path.is_dir() else path.parent
+
+
 def good_rows(path: str) -> Iterator[DataRow]:
     """All rows behind a path or hub id; raises UserError at a bad row."""
     for row in read_rows(path, "train", None):
@@ -196,7 +201,7 @@ def good_rows(path: str) -> Iterator[DataRow]:
 def check_split(path: str, split: str, subset: str | None) -> None:
     """Reject a split or subset of data that has none: a file is one split, and only hub datasets have subsets."""
     file = expanded(path)
-    is_one = is_file(file) and file.suffix.lower() in (".txt", LINES, *READERS)
+    is_one = is_file(file) and file.suffix.lower() in (LINES, *READERS)
     if is_one and split != "train":
         raise UserError(f"data.split is {split!r}, but {file} is a single split; leave it out")
     if subset is not None and (is_one or file.is_dir()):
@@ -221,6 +226,17 @@ def _read_jsonl(file: Path, longest: int) -> Iterator[DataRow]:
             yield DataRow(place, {}, f"the line has more than {longest / 1e6:g} MB")
         elif line.strip():
             yield _json_row(line, place)
+
+
+def _read_text(file: Path) -> Iterator[DataRow]:
+    """A prompt per line."""
+    for number, line in enumerate(read_lines(file, None), start=1):
+        problem = f"the line has more than {LONGEST_LINE / 1e6:g} MB" if len(line) > LONGEST_LINE else None
+        try:
+            text = "" if problem else line.decode("utf-8-sig").removesuffix("\n").removesuffix("\r")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file} cannot be read: {error}") from error
+        yield DataRow(f"{file.name} line {number}", {"prompt": text}, problem)
 
 
 def _json_row(line: bytes, place: str) -> DataRow:
@@ -262,6 +278,24 @@ def _read_json(file: Path) -> Iterator[DataRow]:
         raise UserError(f"{file}: expected a JSON list of objects, found {type(rows).__name__}")
     for number, value in enumerate(rows, start=1):
         yield _object_row(value, f"{file.name} row {number}")
+
+
+def _read_csv(file: Path) -> Iterator[DataRow]:
+    _import_datasets(file)
+    import pandas  # which datasets requires
+    import pyarrow as pa
+
+    if not file.stat().st_size:
+        return
+    # only an empty cell is missing: "None" and "NA" may be answers
+    missing: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
+    try:
+        # the whole file decides the type of a column; whole numbers stay whole beside an empty cell
+        frame = pandas.read_csv(file, dtype_backend="numpy_nullable", low_memory=False, **missing)
+    except ValueError as error:
+        raise UserError(f"{file} cannot be read as csv: {type(error).__name__}: {error}") from None
+    cells = pa.Table.from_pandas(frame, preserve_index=False).to_pylist()
+    yield from (DataRow(f"{file.name} row {number}", row) for number, row in enumerate(cells, start=1))
 
 
 def _read_parquet(file: Path) -> Iterator[DataRow]:
@@ -388,7 +422,7 @@ def _dataset_rows(dataset: Any, name: str) -> Iterator[DataRow]:
 
 
 def _image_columns(schema: Any) -> list[str]:
-    return [column.name for column in schema if _is_image(column.type)]
+    return [column.name for column in schema if is_image(column.type)]
 
 
 def _arrow_rows(tables: Iterable[Any], stored: Any, images: Sequence[str], name: str) -> Iterator[DataRow]:
@@ -407,12 +441,12 @@ def _arrow_rows(tables: Iterable[Any], stored: Any, images: Sequence[str], name:
         start = rows.stop
 
 
-def _is_image(kind: Any) -> bool:
+def is_image(kind: Any) -> bool:
+    """Whether a type of Arrow is that of images: bytes, {bytes, path}, or a list of either."""
     import pyarrow.types as kinds
 
     if kinds.is_list(kind) or kinds.is_large_list(kind) or kinds.is_fixed_size_list(kind):
-        # lists of images, and images as bytes or as {bytes, path}
-        return _is_image(kind.value_type)
+        return is_image(kind.value_type)
     if kinds.is_struct(kind):
         return {item.name for item in kind} == {"bytes", "path"}
     return kinds.is_binary(kind) or kinds.is_large_binary(kind)
@@ -437,5 +471,5 @@ def _image_cell(stored: Any, row: int, key: str, count: int | None) -> Any:
 
 
 LINES = ".jsonl"
-READERS = {".json": _read_json, ".parquet": _read_parquet}
+READERS = {".json": _read_json, ".parquet": _read_parquet, ".csv": _read_csv, ".txt": _read_text}
 SURROGATES = re.compile("[\ud800-\udfff]")

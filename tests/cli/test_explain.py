@@ -207,6 +207,27 @@ def test_names_that_several_papers_share_say_so():
     assert find_name("REINFORCE++") == "reinforce_pp"
 
 
+@pytest.mark.parametrize(
+    ("paper", "name"),
+    [
+        ("2402.03300", "grpo"),
+        ("arXiv:2305.18290v3", "dpo"),
+        ("https://arxiv.org/abs/1707.06347", "ppo"),
+        ("2505.05470", "flow_grpo"),  # not its fast variant
+        ("2501.03262", "reinforce_pp"),
+        ("2509.16117", "diffusion_nft"),  # a recipe
+    ],
+)
+def test_arxiv_ids_are_names(paper, name):
+    assert find_name(paper) == name
+
+
+def test_arxiv_ids_of_papers_and_of_several_objectives():
+    assert "paper Critic-V" in explained("2411.18203")
+    with pytest.raises(UserError, match=r"'2505[.]22617' is ambiguous: clip_cov, kl_cov"):
+        find_name("2505.22617")
+
+
 @pytest.mark.parametrize("paper", ["SAC", "RLPD", "DSRL", "RLIF", "HG-DAgger"])
 def test_methods_of_robots_are_found_by_their_papers(paper):
     name = f"robot_{paper.lower().replace('-', '_')}"

@@ -49,8 +49,8 @@ class TaskSetConfig:
     instruction: str = ""
     """Instruction for the agent, unless the first observation contains it."""
     file: str | None = None
-    """A .jsonl, .json or .parquet file to read the tasks from instead, one per row: `task` (an object, or a name),
-    `seed`, and optionally `instruction` and `id`."""
+    """A .jsonl, .json, .parquet or .csv file to read the tasks from instead, one per row: `task` (an object, or a
+    name), `seed`, and optionally `instruction` and `id`."""
     build: str | None = rare(only_with(None, file=SET))
     """`module:function` that writes the file if it does not exist; called with the path and `build_options`."""
     build_options: dict[str, Any] = rare(field(default_factory=dict))

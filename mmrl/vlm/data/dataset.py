@@ -24,9 +24,9 @@ from PIL import Image
 
 from mmrl.errors import UserError
 from mmrl.fields import bounded, check_fields, choice, rare
-from mmrl.files import expanded, is_file
+from mmrl.files import expanded
 from mmrl.hub.images import image_pixels_option
-from mmrl.hub.tables import BAD_ROWS, DataRow, LoadedRows, RowsConfig, built_path, rows
+from mmrl.hub.tables import BAD_ROWS, DataRow, LoadedRows, RowsConfig, built_path, media_folder, rows
 from mmrl.training.evaluation import parts_of_tasks
 from mmrl.vlm.data.messages import MediaCells, build_messages, has_marks, make_renderer, split_conversation
 from mmrl.vlm.data.task import TaskError, VideoOptions, VlmTask, holds_images
@@ -101,8 +101,8 @@ class DataConfig(RowsConfig):
     """Source of the questions, and how to read its rows."""
 
     path: str = MISSING
-    """A .jsonl, .json or .parquet file, a folder written by datasets.save_to_disk, a folder of data files, or a hub
-    id."""
+    """A .jsonl, .json, .parquet or .csv file, a .txt file with one prompt per line, a folder written by
+    datasets.save_to_disk, a folder of data files, or a hub id."""
     prompt_key: str | None = None
     """Column with the question. Default: prompt, problem, question or instruction, which must not differ in a row, else
     messages or conversations. These contain whole conversations; their last assistant turn becomes the column
@@ -168,7 +168,7 @@ def load_tasks(config: DataConfig) -> LoadedTasks:
             a row is bad and `on_bad_row` is "error".
     """
     check_fields(config, "data")
-    built_path(config, "data", "a .jsonl, .json or .parquet file, a folder or a hub id")
+    built_path(config, "data", "a .jsonl, .json, .parquet, .csv or .txt file, a folder or a hub id")
     loaded = LoadedTasks(on_bad_row=config.on_bad_row)
     good: list[DataRow] = []
     for row in rows(config):
@@ -246,15 +246,14 @@ def _check_unread(config: DataConfig, good: Sequence[DataRow], columns: Sequence
 def _find_key(wanted: str | None, candidates: tuple[str, ...], columns: list[str], option: str) -> str | None:
     if wanted is None:
         return next((key for key in candidates if key in columns), None)
-    if wanted in columns or wanted.split(".")[0] in columns:
+    if wanted in columns or (option == "answer_key" and wanted.split(".")[0] in columns):
         return wanted
     raise UserError(f"data.{option} is {wanted!r}, but the columns are {', '.join(columns)}")
 
 
 def _media_folder(config: DataConfig) -> Path:
     if config.image_dir is None:
-        path = expanded(config.path)
-        return path.parent if is_file(path) else path
+        return media_folder(expanded(config.path))
     folder = expanded(config.image_dir)
     if not os.path.isdir(folder):  # False also for a text that cannot be a path
         raise UserError(f"data.image_dir is {config.image_dir!r}, which is not a folder")

@@ -25,7 +25,7 @@ from mmrl.vlm.data.turn_template import (
     hide_in_turns,
     special_tokens,
 )
-from mmrl.vlm.families.family import TEXT, TokenTables
+from mmrl.vlm.families.family import IMAGE, TEXT, VIDEO, TokenTables
 
 
 @dataclass(eq=False)
@@ -323,6 +323,8 @@ def _encode(
     if len(ids) > layout.max_tokens:
         raise PromptTooLong(task.id, len(ids), layout.max_tokens, layout.limit_source)
     types, positions = layout.tables(inputs)
+    if loaded and frames:
+        check_mixture(task, processor, ids, types)
     return Prompt(
         input_ids=ids,
         mm_token_type_ids=types,
@@ -332,6 +334,21 @@ def _encode(
         text=PLACEHOLDER.sub(lambda found: hidden[int(found[1])], text),
         images=tuple(loaded) if layout.keeps_images else (),
     )
+
+
+def check_mixture(task: VlmTask, processor: Any, ids: Tensor, types: Tensor) -> None:
+    """Refuse images beside videos if the model takes one for the other; raises TaskError."""
+    parts = (getattr(processor, name, None) for name in ("image_processor", "video_processor"))
+    # SmolVLM's processor returns both under one name, so that the images are lost
+    images, videos = ({*getattr(part, "model_input_names", ())} for part in parts)
+    # GLM-4.1V has one token for both, and counts all of them for either
+    tokens = {*ids[types == IMAGE].tolist()} & {*ids[types == VIDEO].tolist()}
+    if images & videos or tokens:
+        message = (
+            f"it has images and videos, which {type(processor).__name__} cannot read in one question; pass the images "
+            "as a video of frames, or ask with one kind"
+        )
+        raise TaskError("unusable_video", task.id, message)
 
 
 def _render(task: VlmTask, processor: Any, messages: list[dict[str, Any]], form: Mapping[str, Any]) -> str:

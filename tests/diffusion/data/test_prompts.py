@@ -75,7 +75,7 @@ UNUSABLE = r"prompts\.txt(: no usable rows| is empty| cannot be read)"
             {"on_bad_row": "error", "prompt_key": "caption"},
             "column 'caption' not found; the row has: prompt",
         ),
-        ("absent.txt", None, {}, r"absent\.txt cannot be read"),
+        ("absent.txt", None, {}, r"file not found: .*absent\.txt"),
         ("", None, {"path": ""}, r"data\.path is not set"),
     ],
 )

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from mmrl.core.rollouts import Rollouts
-from mmrl.vlm.data.prompt import Prompt, VlmPayload
+from mmrl.vlm.data.prompt import Prompt, VlmPayload, check_mixture
+from mmrl.vlm.data.task import TaskError, VlmTask
 from mmrl.vlm.engine.prefix import KeepPrefill
 from mmrl.vlm.engine.vlm_policy import VlmPolicy
 from mmrl.vlm.engine.vlm_sampler import SamplerConfig, sample
 from tests.vlm.families.record import note
-from tests.vlm.families.zoo import EOS, ZOO, make_policy, make_prompt, make_video_prompt, own_inputs
+from tests.vlm.families.zoo import EOS, IMAGE, VIDEO, ZOO, make_policy, make_prompt, make_video_prompt, own_inputs
 
 LENGTHS = (5, 3, 1, 6, 4, 2)
 TOLERANCE = 1e-5
@@ -154,6 +155,21 @@ def test_videos_are_read_as_the_model_reads_them(kind):
     prompts[1].media["pixel_values_videos"] = prompts[1].media["pixel_values_videos"] + 1
     policy.features.clear()
     assert (policy(rollouts).logp - found).abs()[1].max() > 1e-3  # the video matters
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "glm4v"])
+def test_images_beside_videos_are_refused_where_they_have_the_same_token(kind):
+    token = IMAGE if kind == "glm4v" else VIDEO
+    ids = torch.tensor([5, *[IMAGE] * 4, 7, *[token] * 4, 8])
+    types = torch.tensor([0, *[1] * 4, 0, *[2] * 4, 0])
+    grid = torch.tensor([[1, 4, 4]])
+    inputs = {"input_ids": ids[None], "mm_token_type_ids": types[None], "image_grid_thw": grid, "video_grid_thw": grid}
+    policy = make_policy(kind)
+    found = policy.layout.tables(inputs)[0]
+    assert found.tolist() == types.tolist()
+    refused = pytest.raises(TaskError, match="images and videos") if kind == "glm4v" else contextlib.nullcontext()
+    with refused:
+        check_mixture(VlmTask("v", []), policy.processor, ids, found)
 
 
 def floats(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

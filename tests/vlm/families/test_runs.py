@@ -150,6 +150,15 @@ def test_frames_of_a_video_are_resized_by_the_models_own_processor(tiny_generic)
             load_policy(ModelConfig(path=str(tiny_generic[kind]))).encode(task)
 
 
+def test_images_beside_videos_are_refused_where_the_processor_loses_them(tiny_generic):
+    policy = load_policy(ModelConfig(path=str(tiny_generic["smolvlm"])))
+    red = Image.new("RGB", (56, 56), "red")
+    content = [{"type": "image"}, {"type": "video"}, {"type": "text", "text": "What?"}]
+    task = VlmTask("v", [{"role": "user", "content": content}], images=[red], videos=[VideoClip([red, red])])
+    with pytest.raises(TaskError, match="images and videos, which SmolVLMProcessor cannot read in one question"):
+        policy.encode(task)
+
+
 def test_videos_show_the_users_own_chat_template(tiny_generic, tmp_path):
     file = tmp_path / "own.jinja"
     file.write_text("{% for part in messages[0].content %}{{ part.text or '<video>' }}{% endfor %} Own:")
