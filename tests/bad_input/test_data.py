@@ -83,7 +83,7 @@ def test_columns_without_image_or_answer(lab, refused):
     assert "data.text_only=true" in line
     line = refused("train", lab.config, lab.data(*[without(row, "answer") for row in trl]))
     assert "reward 'exact' needs answer" in line
-    assert "the columns are: completion" in line
+    assert "a reward gets lists named prompts, completions" in line
 
 
 def culprit(lab, kind):
