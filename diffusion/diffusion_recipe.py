@@ -31,7 +31,7 @@ from diffusion.models.pipeline_card import describe_pipeline
 from diffusion.models.pipelines import decode_latents
 from diffusion.rewards.image_rewards import load_rewards
 from diffusion.sampling.few_steps import warn_of_few_steps
-from diffusion.sampling.latent_sampler import check_guidance
+from diffusion.sampling.latent_sampler import check_sampler
 from diffusion.sampling.schedule import RANDOM_SOLVERS
 from diffusion.sampling.steps import gaussian_kl
 from diffusion.sampling.trajectories import DiffusionPayload, StepScores, Trajectories
@@ -104,7 +104,7 @@ class DiffusionDomain:
             opened.callback(self.policy.embeddings.close)
             self.policy.embeddings.encoders.to(process_device())  # the networks follow later
             key = "sampler" if config is scoring else "evaluation.sampler"
-            check_guidance(self.policy, scoring.sampler, key)
+            check_sampler(self.policy, scoring.sampler, key)
             warn_of_few_steps(self.policy, scoring.sampler, key, matched=not isinstance(config, TrajectoryParts))
             self.check_prompts(self.policy.embeddings.encoders)
             # of all splits: padding changes rounding, so training and evaluation have to share it

@@ -236,6 +236,11 @@ class Family(ABC):
     def __init__(self, pipeline: Any, options: Any = None) -> None:
         self.pipeline = pipeline
         self.options: Any = self.options_class() if options is None else options
+        if self.options.max_sequence_length is not None and all(part.is_clip for part in self.text_parts):
+            raise UserError(
+                f"model.max_sequence_length is {self.options.max_sequence_length}, but {self.pipeline_class} only has "
+                f"CLIP encoders, which read {self.text_length} tokens; leave it out"
+            )
         self._cuts: tuple[Any, bool] | None = None
 
     # text

@@ -18,6 +18,7 @@ from diffusion.families.base import (
     grid_of,
     padded,
 )
+from mmrl.errors import UserError
 from mmrl.fields import bounded
 
 if TYPE_CHECKING:
@@ -66,6 +67,14 @@ class WanFamily(ChannelwiseFamily):
     video = True
     default_frames = 81
     options_class = WanOptions
+
+    def __init__(self, pipeline: Any, options: Any = None) -> None:
+        super().__init__(pipeline, options)
+        if self.options.guidance_2 is not None and pipeline.config.boundary_ratio is None:
+            raise UserError(
+                f"model.family_options.guidance_2 is {self.options.guidance_2:g}, but this pipeline has no second "
+                "network; leave it out"
+            )
 
     @property
     def factor(self) -> int:

@@ -137,7 +137,7 @@ class AwmLoss(LossTerm):
         """The anchor term and the substitute for a log-likelihood."""
         settings = self.settings
         anchor = f"          + {settings.ema_coef:g} mean |v - v_kl_ema|^2; " if settings.ema_coef else "  "
-        return f"{anchor}logp = {settings.weighting} of the matching error"
+        return f"{anchor}logp = {settings.weighting} of the matching error{self.process.scaling}"
 
     def on_step_end(self, step: Step) -> None:
         """Move the average of past policies."""

@@ -79,11 +79,17 @@ class Matching:
     """x_0 of each row (M, ...) float32."""
     velocity: Tensor
     """(M, ...), carries the gradient."""
+    scale: Tensor | float = 1.0
+    """Ratio (M,) of the error of what the network predicts to that of the velocity."""
 
     @property
     def error(self) -> Tensor:
-        """Mean squared distance of the velocity to its target (M,) float32."""
-        return self.noisy.matching_error(self.velocity)
+        """Mean squared error of what the network predicts (M,) float32; of a flow model, that of the velocity."""
+        return self.error_of(self.velocity)
+
+    def error_of(self, velocity: Tensor) -> Tensor:
+        """`error` of the velocity (M, ...) of another model."""
+        return self.noisy.matching_error(velocity) * self.scale**2
 
     @property
     def errors(self) -> Tensor:
@@ -92,7 +98,8 @@ class Matching:
 
     def distance(self, anchor: Tensor, kind: str = "uniform") -> Tensor:
         """Distance (B, T) to the velocity (M, ...) of another model by `velocity_kl`, 0 if not trained."""
-        return self.decisions.scatter(velocity_kl(self.velocity, anchor, self.noisy.sigma, kind))
+        # scaled like the errors: one coefficient then weighs the two alike at all times
+        return self.decisions.scatter(velocity_kl(self.velocity, anchor, self.noisy.sigma, kind, self.scale))
 
     def loss(
         self,
@@ -136,6 +143,16 @@ class VelocityMatching(ABC):
     def velocity(self, model: Any, rollouts: Rollouts, noisy: NoisyRows) -> Tensor:
         """Velocity (M, ...) of a model on noisy rows."""
 
+    def scale(self, sigma: Tensor) -> Tensor:
+        """Ratio (M,) of the error of what the network predicts to that of the velocity, at times (M,)."""
+        return torch.ones_like(sigma)
+
+    @property
+    def scaling(self) -> str:
+        """End of formulas that contain errors or distances; empty for networks that predict the velocity."""
+        plain = bool(self.scale(torch.full((1,), 0.5)) == 1)
+        return "" if plain else "; |v - ...|^2 is scaled to the error of what the network predicts"
+
     def noisy(self, rollouts: Rollouts) -> NoisyVersions:
         """Mix the noisy versions with mask 1, row by row."""
         samples = self.samples(rollouts)
@@ -155,7 +172,7 @@ class VelocityMatching(ABC):
         velocity = self.velocity(model, rollouts, versions.rows)
         # float32: losses compare predicted and clean images at small times
         clean = self.samples(rollouts).latents.float()[versions.decisions.row]
-        return Matching(versions.decisions, versions.rows, clean, velocity)
+        return Matching(versions.decisions, versions.rows, clean, velocity, self.scale(versions.rows.sigma))
 
     def scores(self, model: Any, rollouts: Rollouts, reference: Reference | None = None) -> PolicyOutputs:
         """Negative matching error as the log-likelihood of each noisy version; velocity distance to a reference."""
@@ -201,12 +218,15 @@ class FlowMatching(VelocityMatching):
         # the noisy version and the network have to agree on the time
         return draw_times(self.timesteps, grid, groups, group_size, streams).clamp(max=self.policy.family.max_time)
 
+    def scale(self, sigma: Tensor) -> Tensor:
+        """The family's `prediction_scale`."""
+        return self.policy.family.prediction_scale(sigma)
+
     def errors(self, model: Any, rollouts: Rollouts, kind: str) -> Tensor:
         """Mean squared error (B, T) float32 of a model on noisy versions, 0 elsewhere; `kind` is one of `ERRORS`."""
         matching = self.evaluate(model, rollouts)
-        sigma = matching.noisy.sigma.to(matching.error)
-        scale = ERRORS[kind](self.policy.family, sigma)
-        return matching.decisions.scatter(matching.error * scale.square())
+        scale = ERRORS[kind](self.policy.family, matching.noisy.sigma)
+        return dataclasses.replace(matching, scale=scale).errors
 
     def error_formula(self, kind: str) -> str:
         """Formula of `errors`."""

@@ -120,14 +120,14 @@ class MatchingPreference(MatchingLoss):
     def rows(self, matching: Matching, old: Tensor, advantage: Tensor, constants: Sequence[Tensor]) -> Tensor:
         error = matching.error
         # exp(l_old - l), with the negative error as log-likelihood
-        ratio = (matching.noisy.matching_error(old) - error).detach().exp()
+        ratio = (matching.error_of(old) - error).detach().exp()
         # clipped only on the side towards which the advantage moves the ratio, as in PPO
         outside = torch.where(advantage > 0, ratio > 1 + self.clip, ratio < 1 - self.clip)
         # detached, not dropped: the row keeps its value in the mean and only loses its gradient
         return constants[0] * advantage * torch.where(outside, error.detach(), error)
 
     def gain(self, matching: Matching, old: Tensor, reference: Tensor) -> Tensor:
-        return matching.error - matching.noisy.matching_error(old if self.moving else reference)
+        return matching.error - matching.error_of(old if self.moving else reference)
 
     def constants(self, gain: Tensor, rollouts: Rollouts) -> list[Tensor]:
         assert rollouts.advantage is not None
@@ -357,7 +357,7 @@ class DiffusionNftRecipe(DiffusionRecipe):
         """Formula of the loss with its constants."""
         floor, coef = self.config.nft.kl_floor, f"{self.objective.kl_coef:g}"
         weight = coef if floor is None else f"[{floor:g} + ({coef} - {floor:g}) a]"
-        return f"{self.rule.formula()} + {weight} mean |v - v_ref|^2"
+        return f"{self.rule.formula()} + {weight} mean |v - v_ref|^2{self.process.scaling}"
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Update the averages."""

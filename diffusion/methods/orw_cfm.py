@@ -130,7 +130,8 @@ class OrwRecipe(DiffusionRecipe):
     def describe(self) -> str:
         """Formula of the loss with its constants."""
         weight = f"w = {self.config.orw.weighting}, tau {self.config.orw.tau:g}"
-        return f"mean w |v - {self.target}|^2 + {self.objective.kl_coef:g} mean |v - v_ref|^2, {weight}"
+        loss = f"mean w |v - {self.target}|^2 + {self.objective.kl_coef:g} mean |v - v_ref|^2"
+        return f"{loss}, {weight}{self.process.scaling}"
 
     def on_step_end(self, step: Step, metrics: Mapping[str, float]) -> None:
         """Refresh the sampling policy."""

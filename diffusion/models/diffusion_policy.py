@@ -105,7 +105,20 @@ class PipelineConfig(BuiltPath):
     """Memory for prompt embeddings, in MiB; one SD3.5 embedding in bfloat16 takes 2.6. Embeddings beyond the limit are
     recomputed, or read from files if the text encoders were freed."""
     embedding_cache: str | None = rare(None)
-    """Folder for embedding files, which are deleted at the end of the run. Default: the system's temporary folder."""
+    """Folder for embedding files of freed encoders, which are deleted at the end of the run. Default: the system's
+    temporary folder."""
+
+    def validate(self) -> None:
+        """Reject a folder for embeddings that are computed again instead; raises UserError."""
+        if self.embedding_cache is not None and not self.free_text_encoders:
+            raise UserError(
+                f"model.embedding_cache is {self.embedding_cache!r}, but embeddings are only written with "
+                "model.free_text_encoders=true; set it, or leave the folder out"
+            )
+
+    def check_loaded(self, pipeline: Any) -> None:
+        """Reject a loaded pipeline without a family; raises UserError."""
+        find_family(type(pipeline).__name__, self.family, "model")
 
 
 def full_model() -> PipelineConfig:

@@ -319,8 +319,13 @@ def text_of(policy: Any, tasks: Sequence[DiffusionTask], rows: Tensor) -> TextRo
     return embedded.select(rows.cpu())  # each prompt is embedded once; its rows share the embedding
 
 
-def check_guidance(policy: Any, config: LatentSamplerConfig, key: str = "sampler") -> None:
-    """Reject guidance by a negative prompt on top of distilled guidance; raises UserError."""
+def check_sampler(policy: Any, config: LatentSamplerConfig, key: str = "sampler") -> None:
+    """Reject guidance on top of distilled guidance, and frames of images; raises UserError."""
+    if not policy.family.video and config.kept_frames != LatentSamplerConfig.kept_frames:
+        raise UserError(
+            f"{key}.kept_frames is {config.kept_frames}, but {policy.family.pipeline_class} generates images, not "
+            "videos; leave it out"
+        )
     embedded = policy.config.guidance_embedding
     for name in ("guidance", "eval_guidance"):
         scale = getattr(config, name)

@@ -300,17 +300,20 @@ def flow_grpo_head_kl(mean: Tensor, mean_ref: Tensor, std: Tensor, sigma: Tensor
     return gaussian_kl(mean, mean_ref, std) * (sigma - sigma_next).to(std)
 
 
-def velocity_kl(velocity: Tensor, velocity_ref: Tensor, sigma: Tensor, kind: str = "uniform") -> Tensor:
+def velocity_kl(
+    velocity: Tensor, velocity_ref: Tensor, sigma: Tensor, kind: str = "uniform", scale: Tensor | float = 1.0
+) -> Tensor:
     """Distance between two velocities at the same noisy latents.
 
-    * uniform: mean((v - v_ref)^2) over C, H and W
-    * elbo: the same divided by 2 g^2 with g = 0.7 sqrt(sigma / (1 - min(sigma, 0.99))), the noise of Flow-GRPO
+    * uniform: scale^2 mean((v - v_ref)^2) over C, H and W
+    * elbo: mean((v - v_ref)^2) / (2 g^2) with g = 0.7 sqrt(sigma / (1 - min(sigma, 0.99))), the noise of Flow-GRPO
 
     Args:
         velocity: of the policy (R, C, H, W).
         velocity_ref: of the anchor (reference, EMA or old policy), (R, C, H, W).
         sigma: time (R,); above 0 for elbo, which is infinite at 0.
         kind: one of `VELOCITY_KLS`.
+        scale: factor of uniform distances (R,), such as `Family.prediction_scale`; 1 for flow models.
 
     Returns:
         (R,) float32.
@@ -328,7 +331,7 @@ def velocity_kl(velocity: Tensor, velocity_ref: Tensor, sigma: Tensor, kind: str
             f"{tuple(sigma.shape)} must have one number per row."
         )
     squares = (velocity.float() - velocity_ref.detach().float()).square().flatten(1).mean(1)
-    return squares * VELOCITY_KLS[kind](sigma.float())
+    return squares * VELOCITY_KLS[kind](sigma.float(), scale)
 
 
 def guard_log_ratio(logp: Tensor, logp_old: Tensor, mean: Tensor, mean_old: Tensor, std: Tensor) -> Tensor:
@@ -380,8 +383,8 @@ KERNELS: dict[str, Callable[[float, float], StepKernel]] = {
 """Stochastic steps of a flow model, built from the noise level and the second time of the grid."""
 BOUNDED = ("cps", "ddim")
 """Kernels with a noise level of at most 1, whose step to sigma 0 has no noise."""
-VELOCITY_KLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "uniform": torch.ones_like,
+VELOCITY_KLS: dict[str, Callable[[Tensor, Tensor | float], Tensor | float]] = {
+    "uniform": lambda sigma, scale: scale**2,
     # (1 - sigma) / (2 eta^2 sigma) is 1 / (2 g^2); the cap keeps the weight at pure noise above 0
-    "elbo": lambda sigma: (1 - sigma.clamp(0, ELBO_SIGMA_LIMIT)) / (2 * ELBO_NOISE_LEVEL**2 * sigma),
+    "elbo": lambda sigma, scale: (1 - sigma.clamp(0, ELBO_SIGMA_LIMIT)) / (2 * ELBO_NOISE_LEVEL**2 * sigma),
 }

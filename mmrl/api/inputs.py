@@ -59,6 +59,8 @@ class Inputs:
     """The loaded model that is trained."""
     lent: list[Any] = field(default_factory=list)
     """Loaded modules, of a pipeline its parts."""
+    saves: list[Callable[[], None]] = field(default_factory=list)
+    """Writes the loaded model as the start of the run; called once the configuration is known to be valid."""
 
     def set(self, key: str, value: Any) -> None:
         """Set an option by its dotted name; a mapping sets each of its entries."""
@@ -218,19 +220,23 @@ def _processor_of(network: Any) -> Any:
 def _take_saved(
     inputs: Inputs, model: Any, save: Callable[[Path], None], restore: Callable[[Path], None], parts: Any
 ) -> None:
-    """Save a loaded model as the start of the run, and lend it to the run.
+    """Lend a loaded model to the run, which will save it as its start.
 
     In a run that is resumed it becomes that start again, from which the run takes its reference.
     """
     folder = inputs.folder / START
-    if inputs.resumes and folder.is_dir():
-        restore(folder)
-    elif os.environ.get("RANK", "0") == "0":
-        shutil.rmtree(folder, ignore_errors=True)
-        partial = folder.with_name(f".partial-{START}")
-        shutil.rmtree(partial, ignore_errors=True)
-        save(partial)
-        partial.rename(folder)
+
+    def write() -> None:
+        if inputs.resumes and folder.is_dir():
+            restore(folder)
+        elif os.environ.get("RANK", "0") == "0":
+            shutil.rmtree(folder, ignore_errors=True)
+            partial = folder.with_name(f".partial-{START}")
+            shutil.rmtree(partial, ignore_errors=True)
+            save(partial)
+            partial.rename(folder)
+
+    inputs.saves.append(write)
     # the other processes train the model that was passed, and read the folder only after all have joined
     inputs.models[str(folder)] = model
     inputs.set("model.path", str(folder))

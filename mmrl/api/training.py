@@ -256,6 +256,12 @@ def _filled(inputs: Inputs) -> Any:
             "model.free_text_encoders is true, but the pipeline was passed loaded: your program would keep its text "
             "encoders in memory, and find them removed from the pipeline; pass its folder, or leave the option out"
         )
+    # written last: a model of many gigabytes should not reach the disk for a run that is then refused
+    for model in inputs.models.values():
+        if hasattr(config.model, "check_loaded"):
+            config.model.check_loaded(model)
+    for save in inputs.saves:
+        save()
     return config
 
 

@@ -241,6 +241,15 @@ def test_a_pipeline_keeps_its_precision_and_a_measurement_adds_no_adapters(tmp_p
     monkeypatch.setattr("mmrl.api.training._measured", lambda inputs, _: found.append(inputs.values["model"]))
     evaluate(pipeline, ["a red circle"], "jpeg_incompressibility", output_dir=tmp_path / "run")
     assert (found[0]["dtype"], found[0]["lora"]) == ("bfloat16", {"enabled": False})
+    unknown = type("DiffusionPipeline", (), {"components": {"unet": pipeline.transformer}, "dtype": torch.bfloat16})()
+    small = {"reward": "ocr", "heldout_rewards": [{"name": "jpeg_compressibility"}], "output_dir": tmp_path / "unknown"}
+    with pytest.raises(UserError, match="model is a DiffusionPipeline, which is not supported; supported classes"):
+        train("awm", model=unknown, data=["a red circle"], **small)
+    written = []
+    monkeypatch.setattr(type(pipeline), "save_pretrained", lambda *_: written.append(1))
+    with pytest.raises(UserError, match="learning_rat"):
+        train("awm", model=pipeline, data=["a red circle"], options={"trainer.learning_rat": 1}, **small)
+    assert not written
     freed = {"free_text_encoders": True, "heldout_rewards": [{"name": "jpeg_compressibility"}]}
     with pytest.raises(UserError, match="the pipeline was passed loaded"):
         train("awm", model=pipeline, data=["a red circle"], reward="ocr", output_dir=tmp_path / "freed", **freed)

@@ -16,7 +16,7 @@ from diffusion.matching.velocity import FlowMatching
 from diffusion.models.diffusion_policy import DiffusionLora, PipelineConfig, load_policy
 from diffusion.models.pipelines import load_pipeline
 from diffusion.sampling.few_steps import warn_of_few_steps
-from diffusion.sampling.latent_sampler import LatentSamplerConfig
+from diffusion.sampling.latent_sampler import LatentSamplerConfig, check_sampler
 from diffusion.sampling.trajectories import StepConfig, Trajectories
 from mmrl.cli.listings import rows_of
 from mmrl.errors import UserError
@@ -92,6 +92,20 @@ def test_options_that_do_not_fit_are_named(folder, options, culprit):
         load_policy(config_of(folder, **options))
 
 
+def test_options_that_a_family_does_not_read_are_named(folder, tmp_path):
+    for build in ("stable_diffusion", "stable_diffusion_xl"):
+        path = CASES[build].build(tmp_path / build)
+        with pytest.raises(UserError, match=r"max_sequence_length is 12, but StableDiffusion.*only has CLIP encoders"):
+            load_policy(config_of(path))
+    wan = PipelineConfig(path=str(CASES["wan"].build(tmp_path / "wan")), family_options={"guidance_2": 3.0})
+    with pytest.raises(UserError, match="guidance_2 is 3, but this pipeline has no second network"):
+        load_policy(wan)
+    with pytest.raises(UserError, match=r"sampler\.kept_frames is 0, but StableDiffusion3Pipeline generates images"):
+        check_sampler(load_policy(config_of(folder)), LatentSamplerConfig(kept_frames=0))
+    with pytest.raises(UserError, match="embedding_cache is 'x', but embeddings are only written with"):
+        load_policy(config_of(folder, embedding_cache="x"))
+
+
 def test_other_schedulers_are_refused_with_those_that_fit(folder, tmp_path):
     copied = shutil.copytree(folder, tmp_path / "copied")
     index = json.loads((copied / "model_index.json").read_text())
@@ -115,7 +129,7 @@ def test_settings_that_do_not_suit_a_model_of_few_steps_warn(name, tmp_path, cap
     if name == "turbo":
         file = path / "scheduler/scheduler_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"timestep_spacing": "trailing"}))
-    policy = load_policy(config_of(path, **case.model))
+    policy = load_policy(config_of(path, **{"max_sequence_length": None} | case.model))
     warn_of_few_steps(policy, LatentSamplerConfig(steps=4, eval_steps=4, guidance=1.0))
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
     warn_of_few_steps(policy, LatentSamplerConfig(guidance=4.0, eval_guidance=3.0, steps=20), matched=True)

@@ -9,7 +9,7 @@ from diffusion.families.sd3 import ATTENTION as ATTENTION_PROJECTIONS
 from diffusion.families.table import family_of
 from diffusion.models.diffusion_policy import DiffusionLora, DiffusionPolicy, PipelineConfig, load_policy
 from diffusion.models.pipelines import load_pipeline
-from diffusion.sampling.latent_sampler import GuidedVelocity, LatentSamplerConfig, check_guidance, euler_ode
+from diffusion.sampling.latent_sampler import GuidedVelocity, LatentSamplerConfig, check_sampler, euler_ode
 from mmrl.config import load
 from mmrl.errors import UserError
 from tests.diffusion.models.policies import RANK, SIGMA, bits, config_of, disturb, noise, same, text, trained, velocity
@@ -210,11 +210,11 @@ def test_guidance_on_top_of_distilled_guidance_is_refused(folder, flux_folder, s
     sampler = LatentSamplerConfig(**scales)
     config = config_of(flux_folder)
     with pytest.raises(UserError, match=rf"evaluation\.sampler\.{[*scales][-1]} is 4\.5, .* applied twice"):
-        check_guidance(load_policy(config), sampler, "evaluation.sampler")
-    check_guidance(load_policy(config), LatentSamplerConfig(guidance=1.0))
+        check_sampler(load_policy(config), sampler, "evaluation.sampler")
+    check_sampler(load_policy(config), LatentSamplerConfig(guidance=1.0))
     config.guidance_embedding = 1.0  # the negative prompt alone
-    check_guidance(load_policy(config), sampler)
-    check_guidance(load_policy(config_of(folder)), sampler)
+    check_sampler(load_policy(config), sampler)
+    check_sampler(load_policy(config_of(folder)), sampler)
 
 
 def test_options_of_embeddings_reach_them(folder, tmp_path, closing):
