@@ -292,8 +292,12 @@ def _read_csv(file: Path) -> Iterator[DataRow]:
     try:
         # the whole file decides the type of a column; whole numbers stay whole beside an empty cell
         frame = pandas.read_csv(file, dtype_backend="numpy_nullable", low_memory=False, **missing)
+        text = pandas.read_csv(file, dtype=str, **missing)
     except ValueError as error:
         raise UserError(f"{file} cannot be read as csv: {type(error).__name__}: {error}") from None
+    for name in frame:  # 007 is no number
+        if text[name].str.match(r"[+-]?0\d", na=False).any():
+            frame[name] = text[name]
     cells = pa.Table.from_pandas(frame, preserve_index=False).to_pylist()
     yield from (DataRow(f"{file.name} row {number}", row) for number, row in enumerate(cells, start=1))
 

@@ -89,6 +89,9 @@ def test_csv_files_are_tables_whose_columns_have_one_type(tmp_path):
     ]
     assert tasks[0].messages[0]["content"][0]["text"] == "How many,\nsay?"
     assert tasks[1].id == "rows.csv row 2"
+    file.write_text("problem,answer,level\nWhich code?,007,0.5\nWhich?,12,0\n")
+    codes = [task.columns for task in load_tasks(DataConfig(path=str(file))).tasks]
+    assert codes == [{"answer": "007", "level": 0.5}, {"answer": "12", "level": 0.0}]
 
 
 def test_text_files_have_a_prompt_a_line(tmp_path):

@@ -337,7 +337,7 @@ def _encode(
 
 
 def check_mixture(task: VlmTask, processor: Any, ids: Tensor, types: Tensor) -> None:
-    """Refuse images beside videos if the model takes one for the other; raises TaskError."""
+    """Refuse images next to videos if the model takes one for the other; raises TaskError."""
     parts = (getattr(processor, name, None) for name in ("image_processor", "video_processor"))
     # SmolVLM's processor returns both under one name, so that the images are lost
     images, videos = ({*getattr(part, "model_input_names", ())} for part in parts)
