@@ -340,7 +340,7 @@ class SteeredPolicy(ImprovedPolicy):
         if base.noise_shape is None:
             raise UserError(
                 f"a {type(base).__name__} does not start from noise, so it cannot be steered; choose a policy of kind "
-                "flow or lerobot_flow, or model.kind residual"
+                "flow, lerobot_flow or beso, or model.kind residual"
             )
         rows, size = base.noise_shape
         return (1 if config.repeat else rows), size
