@@ -77,11 +77,14 @@ class AwmLoss(LossTerm):
     """The distance to the moving average of past policies, and the likelihoods that the objective reads."""
 
     name = "kl_ema"
+    scaling = ""
+    """Words of the formula about the model's errors."""
 
     def __init__(self, policy: nn.Module, settings: AwmSettings, process: VelocityMatching) -> None:
         self.policy = policy
         self.settings = settings
         self.process = process
+        self.scaling = process.scaling
         # two readers: the loss term, and off-policy sampling
         needs_ema = settings.ema_coef > 0 or settings.off_policy
         self.kl_ema = EMAWeights(policy, enabled=needs_ema)
@@ -137,7 +140,7 @@ class AwmLoss(LossTerm):
         """The anchor term and the substitute for a log-likelihood."""
         settings = self.settings
         anchor = f"          + {settings.ema_coef:g} mean |v - v_kl_ema|^2; " if settings.ema_coef else "  "
-        return f"{anchor}logp = {settings.weighting} of the matching error{self.process.scaling}"
+        return f"{anchor}logp = {settings.weighting} of the matching error{self.scaling}"
 
     def on_step_end(self, step: Step) -> None:
         """Move the average of past policies."""

@@ -387,8 +387,8 @@ def test_bad_prompts_can_be_errors(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["data.path=no/such.txt"], "data: no/such.txt cannot be read"),
-        (["eval_data.held_out.path=no/such.txt"], "eval_data.held_out: no/such.txt cannot be read"),
+        (["data.path=no/such.txt"], "data: file not found: no/such.txt"),
+        (["eval_data.held_out.path=no/such.txt"], "eval_data.held_out: file not found: no/such.txt"),
         (["data.on_bad_row=ignore"], "allowed: error, skip"),
         (["sampler.kernel=flow_ode"], "did you mean 'flow_sde'? allowed: flow_sde, dance_sde, cps"),
         (["sampler.noise_level=0"], "sampler.noise_level is 0"),
