@@ -231,6 +231,7 @@ class FlowMatching(VelocityMatching):
     def error_formula(self, kind: str) -> str:
         """Formula of `errors`."""
         formula = "mean |v(x_t, t, c) - (noise - x_0)|^2"
+        # the scale is 1 at all times or at none but the ends
         plain = bool(ERRORS[kind](self.policy.family, torch.full((1,), 0.5)) == 1)
         names = {"noise": "the implied noise", "prediction": "what the network predicts"}
         return formula if plain else f"{formula}, scaled to the error of {names[kind]}"

@@ -290,7 +290,7 @@ def _read_csv(file: Path) -> Iterator[DataRow]:
     # only an empty cell is missing: "None" and "NA" may be answers
     missing: dict[str, Any] = {"keep_default_na": False, "na_values": [""]}
     try:
-        # the whole file decides the type of a column; whole numbers stay whole beside an empty cell
+        # column types are inferred from the whole file; integers stay integers even if a cell is empty
         frame = pandas.read_csv(file, dtype_backend="numpy_nullable", low_memory=False, **missing)
         text = pandas.read_csv(file, dtype=str, **missing)
     except ValueError as error:

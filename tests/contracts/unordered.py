@@ -13,7 +13,7 @@ ADDING = (
     aten._index_put_impl_.default,
     aten._unsafe_index_put.default,
 )
-"""What `x[index]` adds its gradient with; large tensors are shared out to threads."""
+"""Operators that accumulate the gradient of `x[index]`, in parallel for large tensors."""
 
 
 class UnorderedSums(TorchDispatchMode):
@@ -32,7 +32,7 @@ class UnorderedSums(TorchDispatchMode):
 
 
 def _repeats(x: torch.Tensor, indices: list[torch.Tensor | None], values: torch.Tensor) -> int:
-    """Most gradients other than 0 for one entry of `x`."""
+    """Largest number of nonzero gradients that are added to one entry of `x`."""
     axes = [axis for axis, index in enumerate(indices) if index is not None]
     given = torch.broadcast_tensors(*[indices[axis] for axis in axes])
     if given[0].dtype == torch.bool or axes != list(range(axes[0], axes[0] + len(axes))):
