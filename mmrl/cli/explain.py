@@ -144,7 +144,7 @@ def find_name(name: str) -> str | Paper | Omitted:
 
 
 def _cited(name: str) -> list[str | Paper | Omitted]:
-    """Objectives that implement the paper with an arXiv id or link; without any, its recipes or the paper itself."""
+    """Objectives that implement the paper with an arXiv id or link, else its recipes or the paper itself."""
     wanted = ARXIV.fullmatch(name)
     if wanted is None:
         return []
