@@ -3,7 +3,7 @@
     L = mean |v(x_t, t, c) - (noise - x_0)|^2,   x_t = (1 - t) x_0 + t noise,
 
 with t from a shifted logit-normal and the caption left out at random, so that the model can be guided. For Stable
-Diffusion, which predicts the noise or another velocity, the loss is the error of that prediction, as in its pretraining.
+Diffusion, which predicts noise or another velocity, the loss is the error of that prediction, as in its pretraining.
 Training runs in the same loop as reinforcement learning; the rewards of `evaluation` only score held-out images.
 
 Source: Lipman et al., Flow Matching, arXiv 2210.02747; Esser et al., arXiv 2403.03206 (times and shift).
